@@ -28,7 +28,16 @@ from api.openai import (
 from api.replicate import events as prediction_events
 from api.replicate import models as prediction_models
 from api.replicate import predictions
-from api.routes import admin, files, health, invoices, models, pages, reports
+from api.routes import (
+    admin,
+    admin_predictions,
+    files,
+    health,
+    invoices,
+    models,
+    pages,
+    reports,
+)
 
 ROUTERS: tuple[Router, ...] = (
     embeddings.router,
@@ -47,6 +56,7 @@ ROUTERS: tuple[Router, ...] = (
     reports.router,
     invoices.router,
     admin.router,
+    admin_predictions.router,
     health.router,
     pages.router,
     chat.stored_router,

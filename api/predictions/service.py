@@ -264,6 +264,17 @@ class Predictions:
             raise _not_found(prediction_id)
         return await self._end_if_late(snapshot)
 
+    async def read_of_any_tenant(self, record_id: str) -> PredictionSnapshot:
+        """Reads a prediction for an operator.
+
+        Raises:
+            NotFound: the prediction does not exist or has expired.
+        """
+        snapshot = await self._find(record_id)
+        if snapshot is None:
+            raise _not_found(record_id)
+        return await self._end_if_late(snapshot)
+
     async def read_linked(self, record_id: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction by a signed record ID.
 

@@ -265,6 +265,7 @@ EXPECTED_SCOPES: dict[KeyScope, dict[str, str]] = {
         "/admin/tenants": "GET",
         "/admin/tenants/{name:path}": "PUT",
         "/admin/audit": "GET",
+        "/admin/predictions/{request_id}": "GET",
     },
     "any": {
         "/models": "GET",

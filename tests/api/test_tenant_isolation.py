@@ -105,7 +105,7 @@ def paths_of(api: ApiUnderTest, *methods: str) -> list[tuple[str, str]]:
 def filled(path: str, ids: dict[str, list[str]]) -> list[str]:
     """The path with every combination of ids."""
     names = re.findall(r"{(\w+)(?::\w+)?}", path)
-    unknown = set(names) - ids.keys() - SHOWN_TO_ALL.keys() - {"key_id"}
+    unknown = set(names) - ids.keys() - SHOWN_TO_ALL.keys() - {"key_id", "request_id"}
     assert not unknown, f"{path}: say here whose {unknown} is"
     choices = [ids.get(name) or [SHOWN_TO_ALL.get(name, "x")] for name in names]
     found = []

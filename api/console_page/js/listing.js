@@ -18,6 +18,9 @@ export function addressOf(view, params) {
   return query ? `#${view}?${query}` : `#${view}`;
 }
 
+/** The address of a prediction with this request ID. Null: the request created no prediction. */
+export const predictionHref = (id) => (/^(pred|own)_/.test(id) ? `#predictions/${encodeURIComponent(id)}` : null);
+
 /** The address of the same list, with one filter changed. Pages begin anew. */
 export function addressWith(view, params, name, value) {
   return addressOf(view, { ...filtersOf(params), [name]: value });

@@ -5,7 +5,7 @@ import { ApiError, call, hasKey, reportRows } from "./api.js";
 import { chart } from "./chart.js";
 import { badge, failure, h, put, table } from "./dom.js";
 import { rangeChoice } from "./filters.js";
-import { addressOf } from "./listing.js";
+import { addressOf, predictionHref } from "./listing.js";
 import { POLL_MS, pace, wait } from "./live.js";
 import { dollars } from "./money.js";
 import { DAY_MS, asked, daysBetween, daysInWords, plusDays, rangeOf, today, zone } from "./ranges.js";
@@ -439,7 +439,7 @@ const ERROR_COLUMNS = [
   { name: "error_code", label: "Code" },
   { name: "items", label: "Items", has_total: true },
   { name: "latest", label: "Latest (UTC)" },
-  { name: "example_request_id", label: "Request ID of the latest", hrefOf: (id) => (/^pred_/.test(id) ? `#predictions/${encodeURIComponent(id)}` : null) },
+  { name: "example_request_id", label: "Request ID of the latest", hrefOf: predictionHref },
 ];
 
 function errorTable(errors, signal) {

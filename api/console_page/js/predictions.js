@@ -2,7 +2,7 @@
 // `#predictions?model=NAME&cursor=CURSOR` is the address of a page, and `#predictions/ID` that of a prediction.
 
 import { call } from "./api.js";
-import { badge, button, h, keepFocus, listing, put, say, sayThenOpen } from "./dom.js";
+import { badge, button, h, keepFocus, listing, put, say, sayThenOpen, table } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
 import { againLink, summary } from "./history.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
@@ -134,7 +134,11 @@ async function one(place, id, signal) {
   const path = `v1/predictions/${encodeURIComponent(id)}`;
   const back = h("p", {}, h("a", { href: `#${VIEW}` }, "All predictions"));
   put(place, back, h("h1", { class: "long" }, id));
-  const prediction = await found(path, place, signal);
+  const prediction = await found(path, id, place, signal);
+  if (prediction.tenant !== undefined) {
+    put(place, back, ...operatorsView(prediction));
+    return;
+  }
   const obstacle = (await obstaclesOf([prediction], signal)).get(prediction.id);
   const isOpen = OPEN.includes(prediction.status);
   const outcome = h("div", { class: "stack" });
@@ -183,11 +187,14 @@ async function one(place, id, signal) {
   keepFocus();
 }
 
-/** Reads a prediction. If there is none, says whose predictions the key can read. */
-async function found(path, place, signal) {
+/** Reads a prediction. If it is not of the key's tenant, an operator gets it without its input and output. */
+async function found(path, id, place, signal) {
   try {
     return await call(path, { signal });
   } catch (error) {
+    if (![403, 404].includes(error.status)) throw error;
+    const ofAnyTenant = await readAsOperator(id, signal);
+    if (ofAnyTenant) return ofAnyTenant;
     if (error.status === 404) {
       const { username } = await call("v1/account", { signal });
       place.append(h("p", { class: "note" }, `This key finds only predictions of tenant ${username}, until they expire. For another tenant's prediction, log in with a key of that tenant.`));
@@ -196,8 +203,40 @@ async function found(path, place, signal) {
   }
 }
 
-function facts(prediction) {
+/** Null: the key lacks the scope `admin`, or there is no such prediction. */
+async function readAsOperator(id, signal) {
+  try {
+    return await call(`v1/admin/predictions/${encodeURIComponent(id)}`, { signal });
+  } catch (error) {
+    if (signal.aborted || ![403, 404].includes(error.status)) throw error;
+    return null;
+  }
+}
+
+function operatorsView(prediction) {
+  const { metrics } = prediction;
   const told = {
+    Tenant: prediction.tenant,
+    Key: prediction.api_key_id ?? "–",
+    ID: prediction.id,
+    Endpoint: prediction.endpoint ?? "/v1/predictions",
+    Version: prediction.version,
+    Attempts: String(prediction.attempts),
+    "Error code": prediction.error_code ?? "–",
+    Worker: prediction.worker ?? "–",
+    Device: prediction.device ?? "–",
+  };
+  return [
+    h("div", { class: "row between" }, h("h1", { class: "long" }, prediction.request_id), badge(prediction.status)),
+    h("p", { class: "note" }, `This prediction belongs to tenant ${prediction.tenant}. Its input, output, logs, and error message are shown only to keys of that tenant.`),
+    h("div", { class: "card stack" }, facts(prediction, told), timeBar(metrics)),
+    metrics.steps && table("Steps", ["Step", "Model", "Items", "Failed", "Cost"], metrics.steps.map((step) => [step.id, step.model, step.items, step.failed, dollars(step.cost_usd)])),
+  ];
+}
+
+function facts(prediction, more = {}) {
+  const told = {
+    ...more,
     Model: prediction.model,
     Created: moment(prediction.created_at),
     Started: moment(prediction.started_at),

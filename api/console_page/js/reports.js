@@ -6,6 +6,7 @@ import { chart } from "./chart.js";
 import { saveCsv } from "./csv.js";
 import { button, download, failure, h, put } from "./dom.js";
 import { rangeChoice } from "./filters.js";
+import { predictionHref } from "./listing.js";
 import { PRESETS, asked, openedRange, plusDays, rangeOf, today, zone } from "./ranges.js";
 import { dataTable } from "./tables.js";
 import { capital, heading, titleOf } from "./wording.js";
@@ -130,11 +131,14 @@ async function answer({ report, range, model, tenant }, isAdmin, tz, shown, sign
     ),
     h("div", { class: "drawings" }, reply.plots.map((plot) => chart(plot))),
     reply.rows.length
-      ? dataTable(report.title, reply.columns, reply.rows, signal)
+      ? dataTable(report.title, reply.columns.map(linked), reply.rows, signal)
       : h("p", { class: "note" }, "There are no rows in this range."),
     about(report, range, reply, { model, tenant, tz }),
   );
 }
+
+/** A column, whose request IDs link to predictions. */
+const linked = (column) => (column.name === "example_request_id" ? { ...column, hrefOf: predictionHref } : column);
 
 async function saveParquet(name, query, signal) {
   const file = await send(`v1/reports/${encodeURIComponent(name)}?${query}&format=parquet`, { signal });
