@@ -35,12 +35,12 @@ variable "alert_tokens" {
 
   validation {
     condition     = length(setsubtract(keys(var.alert_tokens), ["pagerduty", "slack"])) == 0
-    error_message = "There is no such option. There are alert_tokens.pagerduty, alert_tokens.slack." # names none: they are secret
+    error_message = "alert_tokens: unknown field; use only pagerduty and slack." # names none: they are secret
   }
 
   validation {
     condition     = alltrue([for token in concat(try([var.alert_tokens.slack], []), try(values(var.alert_tokens.pagerduty), [])) : token == null ? true : can(regex("^[!-~]+$", token))])
-    error_message = "alert_tokens are written without spaces or line ends."
+    error_message = "alert_tokens: tokens must not contain spaces or line breaks."
   }
 }
 
@@ -100,7 +100,7 @@ variable "dataset" {
 
   validation {
     condition     = can(regex("^[A-Za-z0-9_]+$", var.dataset)) && length(var.dataset) <= 1024
-    error_message = "dataset has letters, digits and underscores, 1024 at most."
+    error_message = "dataset: must have at most 1024 letters, digits and underscores."
   }
 }
 
@@ -112,7 +112,7 @@ variable "dataset_location" {
 
   validation {
     condition     = contains(local.locations, var.dataset_location)
-    error_message = "dataset_location is EU, US or a region that platform/places.tf knows."
+    error_message = "dataset_location: must be EU, US or a region in platform/places.tf."
   }
 }
 
@@ -137,7 +137,7 @@ variable "domain" {
 
   validation {
     condition     = var.domain == null ? true : can(regex("^([a-z0-9]([a-z0-9-]*[a-z0-9])?[.])+[a-z]{2,}$", var.domain))
-    error_message = "A domain looks like api.example.com."
+    error_message = "domain: must be a domain in lower case, such as api.example.com."
   }
 }
 
@@ -156,7 +156,7 @@ variable "gpu_hour_usd" {
 
   validation {
     condition     = alltrue([for type, usd in var.gpu_hour_usd : usd >= 0])
-    error_message = "gpu_hour_usd has a price below 0."
+    error_message = "gpu_hour_usd: prices must be at least 0."
   }
 }
 
@@ -189,12 +189,12 @@ variable "labels" {
 
   validation {
     condition     = alltrue([for key, value in var.labels : can(regex("^[a-z][a-z0-9_-]{0,62}$", key)) && can(regex("^[a-z0-9_-]{0,63}$", value))])
-    error_message = "labels have lower-case letters, digits, underscores and dashes."
+    error_message = "labels: keys and values must have at most 63 lowercase letters, digits, underscores and hyphens, and keys must start with a letter."
   }
 
   validation {
     condition     = length(var.labels) <= 60 && alltrue([for key in keys(var.labels) : !startswith(key, "goog")])
-    error_message = "labels are 60 at most (Google allows 64 with ours), and none begins with goog."
+    error_message = "labels: must be at most 60 (Google allows 64, including ours), and no key may start with goog."
   }
 }
 
@@ -205,12 +205,12 @@ variable "models_file" {
 
   validation {
     condition     = var.models_file == null ? true : fileexists(var.models_file)
-    error_message = "models_file: there is no such file."
+    error_message = "models_file: the file does not exist."
   }
 
   validation {
     condition     = var.models_file == null ? true : try(length(yamldecode(file(var.models_file)).models[*].name) > 0, !fileexists(var.models_file))
-    error_message = "models_file is YAML with a list `models`, of which each entry has a name."
+    error_message = "models_file: must be YAML with a list `models`, in which each entry has a name."
   }
 
   # Long names end in a hash, so only short ones can meet.
@@ -223,7 +223,7 @@ variable "models_file" {
         ]) : trim(replace(lower(name), "/[^a-z0-9]+/", "-"), "-") => name...
       } : length(names) == 1 || length(plain) > 40
     ]), true)
-    error_message = "models_file: two models have the same name to Kubernetes, where bge.large and bge-large are both bge-large. Rename one."
+    error_message = "models_file: two models have the same name in Kubernetes, where bge.large and bge-large are both bge-large. Rename one."
   }
 
   validation {
@@ -232,7 +232,7 @@ variable "models_file" {
       length(distinct(names)) == length(names)
       && length(setsubtract(names, yamldecode(file(coalesce(var.models_file, "${path.module}/../../../models.yaml"))).models[*].name)) == 0
     ]), true)
-    error_message = "models_file: the lists of `workers` name entries of `models`, each once."
+    error_message = "models_file: the lists in `workers` must contain only names from `models`, each at most once."
   }
 }
 
@@ -244,12 +244,12 @@ variable "namespace" {
 
   validation {
     condition     = can(regex("^[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?$", var.namespace))
-    error_message = "namespace has at most 42 lower-case letters, digits or dashes."
+    error_message = "namespace: must have at most 42 lowercase letters, digits or hyphens, and not start or end with a hyphen."
   }
 
   validation {
     condition     = !startswith(var.namespace, "kube-") && !startswith(var.namespace, "gke-") && !startswith(var.namespace, "gmp-") && !contains(["default", "keda"], var.namespace)
-    error_message = "namespace is the workers' own: not default, keda, or one of Kubernetes or GKE."
+    error_message = "namespace: must be reserved for the workers, so not default, keda, or a namespace of Kubernetes or GKE."
   }
 }
 
@@ -261,14 +261,14 @@ variable "network_cidr" {
 
   validation {
     condition     = try(tonumber(split("/", var.network_cidr)[1]) <= 10 && cidrhost(var.network_cidr, 0) == split("/", var.network_cidr)[0], false)
-    error_message = "network_cidr is a block of at least a /10, written with its first address, as 10.64.0.0/10."
+    error_message = "network_cidr: must be a block of at least a /10, written with its first address, such as 10.64.0.0/10."
   }
 
   validation {
     condition = anytrue([
       can(regex("^10[.][0-9.]+/(8|9|10)$", var.network_cidr)), can(regex("^100[.]64[.]0[.]0/10$", var.network_cidr))
     ])
-    error_message = "network_cidr lies in 10.0.0.0/8 or is 100.64.0.0/10: other blocks of that size are the internet's."
+    error_message = "network_cidr: must be in 10.0.0.0/8, or be 100.64.0.0/10; other blocks of that size contain public addresses."
   }
 }
 
@@ -301,12 +301,12 @@ variable "prefix" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{0,9}[a-z0-9]$", var.prefix))
-    error_message = "prefix has 2 to 11 lower-case letters, digits or dashes, and ends in no dash."
+    error_message = "prefix: must have 2 to 11 lowercase letters, digits or hyphens, start with a letter and not end in a hyphen."
   }
 
   validation {
     condition     = !startswith(var.prefix, "goog") && !startswith(var.prefix, "gcp")
-    error_message = "prefix begins neither with goog nor with gcp: Google keeps such names to itself."
+    error_message = "prefix: must not start with goog or gcp, which Google reserves."
   }
 }
 
@@ -317,7 +317,7 @@ variable "project_id" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project_id))
-    error_message = "project_id has 6 to 30 lower-case letters, digits or dashes. It is the id, not the number or the name."
+    error_message = "project_id: must have 6 to 30 lowercase letters, digits or hyphens. It is the project's ID, not its number or name."
   }
 }
 
@@ -343,12 +343,12 @@ variable "registry_location" {
   # Before 0.2 it was the home region. A default would replace such a registry.
   validation {
     condition     = var.registry_location != null
-    error_message = "Say where the registry is. Of a new deployment: registry_location = \"${local.continent}\". One that was made before release 0.2 has it in its home region: registry_location = \"${local.home}\". Another location deletes the registry with its images."
+    error_message = "registry_location: is required. For a new deployment, use registry_location = \"${local.continent}\". A deployment created before release 0.2 has its registry in its home region: registry_location = \"${local.home}\". Any other location deletes the registry with its images."
   }
 
   validation {
     condition     = var.registry_location == null ? true : contains(concat(local.continents, local.google_regions), var.registry_location)
-    error_message = "registry_location is asia, europe, us, or a region (platform/places.tf)."
+    error_message = "registry_location: must be asia, europe, us or a region in platform/places.tf."
   }
 }
 
@@ -367,7 +367,7 @@ variable "secrets_version" {
 
   validation {
     condition     = var.secrets_version >= 1 && floor(var.secrets_version) == var.secrets_version
-    error_message = "Versions count from 1."
+    error_message = "secrets_version: must be a whole number, at least 1."
   }
 }
 
@@ -386,7 +386,7 @@ variable "storage_location" {
 
   validation {
     condition     = contains(local.locations, var.storage_location)
-    error_message = "storage_location is EU, US or a region that platform/places.tf knows."
+    error_message = "storage_location: must be EU, US or a region in platform/places.tf."
   }
 }
 

@@ -5,7 +5,7 @@ variable "cluster" {
 
   validation {
     condition     = can(regex("^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$", var.cluster))
-    error_message = "A cluster's name has at most 40 lower-case letters, digits or dashes."
+    error_message = "cluster: must have at most 40 lowercase letters, digits or hyphens, start with a letter and not end in a hyphen."
   }
 }
 
@@ -22,12 +22,12 @@ variable "keda" {
   # 2.20.2 the fixes of races and leaks in the fallback.
   validation {
     condition     = can(regex("^2[.](20[.]([2-9]|[1-9][0-9])|(2[1-9]|[3-9][0-9])[.][0-9]+)$", var.keda.version))
-    error_message = "KEDA 2.20.2 or later, of 2, as 2.20.2."
+    error_message = "keda.version: must be a version of KEDA 2, at least 2.20.2."
   }
 
   validation {
     condition     = var.keda.replicas >= 1 && floor(var.keda.replicas) == var.keda.replicas
-    error_message = "keda.replicas is a whole number, one at least."
+    error_message = "keda.replicas: must be a whole number, at least 1."
   }
 }
 
@@ -38,7 +38,7 @@ variable "models_file" {
 
   validation {
     condition     = var.models_file == null ? true : fileexists(var.models_file)
-    error_message = "There is no such file."
+    error_message = "models_file: the file does not exist."
   }
 }
 
@@ -49,7 +49,7 @@ variable "objects_file" {
 
   validation {
     condition     = fileexists(var.objects_file)
-    error_message = "There is no such file: write the overlay (python -m infra.kubernetes) and render it (kubectl kustomize)."
+    error_message = "objects_file: the file does not exist. Write the overlay (python -m infra.kubernetes) and render it (kubectl kustomize)."
   }
 }
 
@@ -60,7 +60,7 @@ variable "project_id" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{4,28}[a-z0-9]$", var.project_id))
-    error_message = "A project id has 6 to 30 lower-case letters, digits or dashes."
+    error_message = "project_id: must have 6 to 30 lowercase letters, digits or hyphens."
   }
 }
 
@@ -71,7 +71,7 @@ variable "region" {
 
   validation {
     condition     = can(regex("^[a-z]+-[a-z]+[0-9]+$", var.region))
-    error_message = "A region looks like europe-west4."
+    error_message = "region: must be a region, such as europe-west4."
   }
 }
 

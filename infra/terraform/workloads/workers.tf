@@ -43,7 +43,7 @@ resource "helm_release" "workers" {
   lifecycle {
     precondition {
       condition     = local.models == toset(keys(local.workers))
-      error_message = "${var.objects_file} was not rendered from this models.yaml: render it again (python -m infra.kubernetes)."
+      error_message = "${var.objects_file} was not rendered from this models.yaml; render it again (python -m infra.kubernetes)."
     }
 
     precondition {

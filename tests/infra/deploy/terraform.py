@@ -77,7 +77,7 @@ def _variables_of(root: str, reason: str) -> list[str]:
     """The options that don't exist, or the variable whose rule produced the reason. Empty if
     neither.
     """
-    if unknown := re.findall(r"There is no option (\w+)[.]", reason):
+    if unknown := re.findall(r"no such option: (\w+)[.]", reason):
         return unknown
     rule = re.search(r"validation rule at (\S+):(\d+),", reason)
     if rule is None:

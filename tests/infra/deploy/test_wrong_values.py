@@ -28,8 +28,8 @@ Wrong = dict[str, list[tuple[Any, str]]]
 
 FIRST: Wrong = {
     "alert_tokens": [
-        ({"slack": "two words"}, "alert_tokens are written without spaces"),
-        ({"slak": "a"}, "There are alert_tokens.pagerduty, alert_tokens.slack"),
+        ({"slack": "two words"}, "must not contain spaces"),
+        ({"slak": "a"}, "use only pagerduty and slack"),
     ],
     "alerts": [
         ({"emails": ["oncall"]}, "alerts.emails"),
@@ -38,9 +38,9 @@ FIRST: Wrong = {
         ({"oldest_job_s": 0}, "alerts.oldest_job_s"),
     ],
     "api": [
-        ({"max_instances": 1, "memory": "64Mi"}, "512Mi at least"),
-        ({"max_instances": 1, "memory": "1G"}, "as 1Gi"),
-        ({"max_instances": 1, "memory": "16Gi"}, "4Gi for each CPU"),
+        ({"max_instances": 1, "memory": "64Mi"}, "at least 512Mi"),
+        ({"max_instances": 1, "memory": "1G"}, "the form 1Gi"),
+        ({"max_instances": 1, "memory": "16Gi"}, "4Gi per CPU"),
         ({"max_instances": 1, "cpu": 4, "memory": "1Gi"}, "2Gi with 4 CPUs"),
         ({"max_instances": 1, "cpu": 3}, "api.cpu"),
         ({"max_instances": 1, "concurrency": 1.5}, "whole numbers"),
@@ -87,15 +87,15 @@ FIRST: Wrong = {
     "dataset": [("rows-of-penstock", "letters, digits and underscores")],
     "analysts": [
         ({"a' OR TRUE --": {"members": []}}, "letters, digits"),
-        ({"a-b": {"members": []}, "a.b": {"members": []}}, "one data set"),
-        ({"acme": {"members": ["allUsers"]}}, "Everybody is nobody's analyst"),
-        ({"acme": {"members": ["eve@example.com"]}}, "written as user:"),
+        ({"a-b": {"members": []}, "a.b": {"members": []}}, "share a dataset"),
+        ({"acme": {"members": ["allUsers"]}}, "Public members"),
+        ({"acme": {"members": ["eve@example.com"]}}, "must start with user:"),
     ],
     "dataset_location": [("eu", "dataset_location"), ("europe-west99", "dataset_location")],
     "domain": [
-        ("https://api.example.com", "looks like"),
-        ("example", "looks like"),
-        ("api.example.com/v1", "looks like"),
+        ("https://api.example.com", "such as api.example.com"),
+        ("example", "such as api.example.com"),
+        ("api.example.com/v1", "such as api.example.com"),
     ],
     "functions": [
         ({"webhooks": {"image": "no tag"}}, "digest or a tag"),
@@ -103,17 +103,17 @@ FIRST: Wrong = {
         ({"reports": {"image": "a:1", "time_zone": "../UTC"}}, "functions.reports.time_zone"),
         ({"reports": {"image": "a:1", "schedule": "daily"}}, "functions.reports.schedule"),
     ],
-    "gpu_hour_usd": [({"l4": -1}, "below 0")],
+    "gpu_hour_usd": [({"l4": -1}, "at least 0")],
     "invoices": [
         ({"tax_percent": -1}, "invoices.tax_percent"),
         ({"tax_percent": 101}, "invoices.tax_percent"),
     ],
-    "labels": [({"Team": "a"}, "lower-case"), ({"goog-a": "b"}, "goog")],
-    "namespace": [("Penstock", "lower-case"), ("kube-system", "own"), ("keda", "own")],
+    "labels": [({"Team": "a"}, "lowercase"), ({"goog-a": "b"}, "goog")],
+    "namespace": [("Penstock", "lowercase"), ("kube-system", "reserved"), ("keda", "reserved")],
     "network_cidr": [
         ("10.64.0.0/16", "/10"),
         ("10.64.0.1/10", "first address"),
-        ("8.0.0.0/8", "the internet's"),
+        ("8.0.0.0/8", "public addresses"),
         ("fd00::/8", "10.0.0.0/8"),
         ("everything", "/10"),
     ],
@@ -132,29 +132,29 @@ FIRST: Wrong = {
     "prefix": [
         ("p", "2 to 11"),
         ("penstock-production", "2 to 11"),
-        ("penstock-", "ends in no dash"),
-        ("gcp-a", "Google keeps"),
+        ("penstock-", "not end in a hyphen"),
+        ("gcp-a", "Google reserves"),
     ],
     "project_id": [
-        ("My Project", "not the number or the name"),
-        ("123456789012", "not the number or the name"),
+        ("My Project", "not its number or name"),
+        ("123456789012", "not its number or name"),
     ],
     "regions": [
-        ({}, "At least one region"),
-        ({"europe-west99": {}}, "knows no europe-west99"),
-        ({"europe-west4-a": {}}, "knows no europe-west4-a"),
-        ({"europe-west4": {"zones": ["europe-west1-b"]}}, "zones of that region"),
-        ({"europe-west4": {"zones": []}}, "one at least"),
-        ({"europe-west4": {"zones": ["europe-west4-a", "europe-west4-a"]}}, "each once"),
+        ({}, "at least one region"),
+        ({"europe-west99": {}}, "not in platform/places.tf: europe-west99"),
+        ({"europe-west4-a": {}}, "not in platform/places.tf: europe-west4-a"),
+        ({"europe-west4": {"zones": ["europe-west1-b"]}}, "zone of that region"),
+        ({"europe-west4": {"zones": []}}, "at least one zone"),
+        ({"europe-west4": {"zones": ["europe-west4-a", "europe-west4-a"]}}, "without repeats"),
         ({"europe-west4": {"max_gpus": 0}}, "max_gpus"),
         ({"europe-west4": {"max_gpus": 1.5}}, "max_gpus"),
         ({"europe-west4": {"index": 16}}, "index"),
         ({"europe-west4": {"index": 0.5}}, "index"),
         ({"europe-west4": {"overflow": "h900"}}, "overflow"),
-        ({"europe-west4": {"drained": True}}, "not drained"),
-        ({"europe-west1": {}, "europe-west4": {}}, "an index of its own"),
+        ({"europe-west4": {"drained": True}}, "must not be drained"),
+        ({"europe-west1": {}, "europe-west4": {}}, "different for each region"),
     ],
-    "secrets_version": [(0, "count from 1"), (1.5, "count from 1")],
+    "secrets_version": [(0, "at least 1"), (1.5, "whole number")],
     "slos": [
         ({"availability": 0.5}, "slos.availability"),
         ({"deadlines": 1}, "slos.deadlines"),
@@ -162,10 +162,10 @@ FIRST: Wrong = {
     ],
     "storage_location": [("EUROPE", "storage_location"), ("us-east99", "storage_location")],
     "traces": [
-        ({"endpoint": "telemetry.googleapis.com"}, "URL without a path"),
+        ({"endpoint": "telemetry.googleapis.com"}, "URLs without a path"),
         ({"endpoint": "https://a.example.com", "ratio": 2}, "traces.ratio"),
         ({"endpoint": "https://a.example.com", "sampler": "always"}, "traces.sampler"),
-        ({"workers_endpoint": "http://collector:4318"}, "traces.endpoint is needed"),
+        ({"workers_endpoint": "http://collector:4318"}, "requires traces.endpoint"),
     ],
 }
 CHECKED_AGAINST_FIRST: Wrong = {
@@ -185,7 +185,7 @@ CHECKED_AGAINST_FIRST: Wrong = {
     "inboxes": [
         ({"per_region": 1}, "at least twice"),
         ({"per_region": 2.5}, "whole number"),
-        ({"per_region": 2000}, "1000 at most"),
+        ({"per_region": 2000}, "at most 1000"),
         ({"per_region": 2, "slots": 0}, "inboxes.slots"),
         ({"per_region": 200, "slots": 100}, "9000"),
         ({"per_region": 2, "slots": 2.5}, "inboxes.slots"),
@@ -198,7 +198,7 @@ CHECKED_AGAINST_FIRST: Wrong = {
         ({"elsewhere": {"issuer": "https://a.example.com", "namespace": "A"}}, "namespace"),
         (
             {"elsewhere": {"issuer": "https://a.example.com", "redis_cidr": "10.0.0.0/24"}},
-            "has a URL",
+            "set both redis_url and redis_cidr",
         ),
     ],
     "records": [
@@ -220,7 +220,7 @@ CHECKED_AGAINST_THOSE: Wrong = {
     "objects_days": [
         ({"answers": 1}, "objects_days.answers"),
         ({"batches": 30}, "objects_days.batches"),
-        ({"files": 0.5}, "objects_days: whole days"),
+        ({"files": 0.5}, "whole number of days"),
         ({"inputs": 7}, "objects_days.inputs"),
         ({"results": 1}, "objects_days.results"),
     ],
@@ -228,17 +228,17 @@ CHECKED_AGAINST_THOSE: Wrong = {
 CHECKED_AFTER_OPTIONS: Wrong = {
     "registry_location": [
         (None, 'registry_location = "europe"'),
-        ("eu", "registry_location is asia, europe, us, or a region"),
-        ("europe-west99", "registry_location is asia, europe, us, or a region"),
+        ("eu", "must be asia, europe, us or a region"),
+        ("europe-west99", "must be asia, europe, us or a region"),
     ],
 }
 """Its reason names the home region, so Terraform checks it only if every option is valid."""
 MISSPELLED: Wrong = {
-    "alerts": [({"email": ["oncall@example.com"]}, "alerts.email.")],
-    "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles.")],
-    "api": [({"max_instance": 1}, "api.max_instance.")],
-    "armor": [({"requests_per_minute": 6000}, "armor.requests_per_minute.")],
-    "batches": [({"instance": 1}, "batches.instance.")],
+    "alerts": [({"email": ["oncall@example.com"]}, "alerts.email")],
+    "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles")],
+    "api": [({"max_instance": 1}, "api.max_instance")],
+    "armor": [({"requests_per_minute": 6000}, "armor.requests_per_minute")],
+    "batches": [({"instance": 1}, "batches.instance")],
     "budget": [
         (
             {
@@ -246,37 +246,37 @@ MISSPELLED: Wrong = {
                 "units": 20,
                 "units_per_month": 1,
             },
-            "budget.units.",
+            "budget.units",
         )
     ],
-    "cache": [({"size": "STANDARD_SMALL"}, "cache.size.")],
-    "delivery": [({"retry_max": 20}, "delivery.retry_max.")],
+    "cache": [({"size": "STANDARD_SMALL"}, "cache.size")],
+    "delivery": [({"retry_max": 20}, "delivery.retry_max")],
     "functions": [
-        ({"webhook": {"image": "a:b"}}, "functions.webhook, functions.webhook.image."),
-        ({"webhooks": {"image": "a:b", "memory": "1Gi"}}, "functions.webhooks.memory."),
+        ({"webhook": {"image": "a:b"}}, "functions.webhook, functions.webhook.image"),
+        ({"webhooks": {"image": "a:b", "memory": "1Gi"}}, "functions.webhooks.memory"),
     ],
-    "inboxes": [({"per_region": 8, "slot": 2}, "inboxes.slot.")],
-    "invoices": [({"tax": 19}, "invoices.tax.")],
+    "inboxes": [({"per_region": 8, "slot": 2}, "inboxes.slot")],
+    "invoices": [({"tax": 19}, "invoices.tax")],
     "nodes": [
-        ({"max_gpu": 3}, "nodes.max_gpu."),
-        ({"general": {"maximum": 3}}, "nodes.general.maximum."),
+        ({"max_gpu": 3}, "nodes.max_gpu"),
+        ({"general": {"maximum": 3}}, "nodes.general.maximum"),
     ],
-    "objects_days": [({"result": 9}, "objects_days.result.")],
+    "objects_days": [({"result": 9}, "objects_days.result")],
     "outside": [
         (
             {"elsewhere": {"issuer": "https://a.example.com", "model": ["none"]}},
-            "outside.elsewhere.model.",
+            "outside.elsewhere.model",
         )
     ],
-    "records": [({"separate": True}, "records.separate.")],
-    "rows": [({"every": 60}, "rows.every.")],
-    "regions": [({"europe-west4": {"zone": "europe-west4-a"}}, "regions.europe-west4.zone.")],
-    "slos": [({"available": 0.999}, "slos.available.")],
-    "traces": [({"url": "https://a.example.com"}, "traces.url.")],
-    "weights": [({"token": True}, "weights.token.")],
+    "records": [({"separate": True}, "records.separate")],
+    "rows": [({"every": 60}, "rows.every")],
+    "regions": [({"europe-west4": {"zone": "europe-west4-a"}}, "regions.europe-west4.zone")],
+    "slos": [({"available": 0.999}, "slos.available")],
+    "traces": [({"url": "https://a.example.com"}, "traces.url")],
+    "weights": [({"token": True}, "weights.token")],
 }
 """Options that don't exist. The rest of the message lists the options that do."""
-READ_BY_MANY: Wrong = {"models_file": [("nowhere.yaml", "no such file")]}
+READ_BY_MANY: Wrong = {"models_file": [("nowhere.yaml", "the file does not exist")]}
 TRIED = (
     FIRST,
     CHECKED_AGAINST_FIRST,
@@ -316,7 +316,7 @@ def check(
 @pytest.mark.parametrize("wrong", plans_of(MISSPELLED))
 def test_options_that_are_not_there(tmp_path: Path, wrong: dict[str, tuple[Any, str]]) -> None:
     named = {
-        name: (value, f"There is no option {option} There are ")
+        name: (value, f"no such option: {option}; use one of ")
         for name, (value, option) in wrong.items()
     }
     check(tmp_path, "platform", RIGHT, named)
@@ -337,7 +337,7 @@ def test_every_object_is_checked_for_options_that_are_not_there() -> None:
         (
             {"batches": {"instances": 1}},
             "inboxes",
-            "at least twice api.max_instances and batches.instances",
+            "at least twice the sum of api.max_instances and batches.instances",
         ),
         (
             {"api": {"max_instances": 1, "idempotency_keep_s": 172800}},
@@ -358,7 +358,7 @@ def test_every_object_is_checked_for_options_that_are_not_there() -> None:
                 },
             },
             "outside",
-            "run outside together",
+            "must run together",
         ),
         (
             {
@@ -399,18 +399,18 @@ def test_refused_with_the_variable_and_the_reason(
 @pytest.mark.parametrize(
     ("models", "reason"),
     [
-        ("models: [{name: bge.large}, {name: bge-large}]", "the same name to Kubernetes"),
+        ("models: [{name: bge.large}, {name: bge-large}]", "the same name in Kubernetes"),
         (
             "models: [{name: bge, canary: {revision: b}}, {name: bge-canary}]",
-            "the same name to Kubernetes",
+            "the same name in Kubernetes",
         ),
         (
             "{models: [{name: bge}, {name: e5}], workers: [{name: both, models: [bge, e6]}]}",
-            "name entries of `models`, each once",
+            "only names from `models`, each at most once",
         ),
         (
             "{models: [{name: bge}, {name: e5}], workers: [{models: [bge, e5]}, {models: [e5]}]}",
-            "name entries of `models`, each once",
+            "only names from `models`, each at most once",
         ),
         ("models: {}", "a list `models`"),
         ("models: [{task: embedding}]", "a list `models`"),
@@ -499,25 +499,28 @@ def test_variables_of_the_release_before_are_told_where_its_registry_is(
     reported = refusals(tmp_path, root, given)
     assert set(reported) == {"registry_location"}
     (said,) = reported["registry_location"]
-    assert 'before release 0.2 has it in its home region: registry_location = "us-central1"' in said
-    assert 'Of a new deployment: registry_location = "us".' in said
+    assert (
+        'before release 0.2 has its registry in its home region: registry_location = "us-central1"'
+        in said
+    )
+    assert 'For a new deployment, use registry_location = "us".' in said
     assert "deletes the registry with its images" in said
     accepted = {**given, "registry_location": "us-central1"}
     assert refusals(tmp_path, root, accepted) == {}
 
 
 WORKLOADS: Wrong = {
-    "cluster": [("Penstock", "lower-case")],
+    "cluster": [("Penstock", "lowercase")],
     "keda": [
-        ({"version": "2.11.2"}, "2.20.2 or later"),
-        ({"version": "latest"}, "2.20.2 or later"),
+        ({"version": "2.11.2"}, "at least 2.20.2"),
+        ({"version": "latest"}, "at least 2.20.2"),
         ({"replicas": 0}, "keda.replicas"),
         ({"replicas": 1.5}, "keda.replicas"),
     ],
-    "models_file": [("nowhere.yaml", "no such file")],
-    "objects_file": [("nowhere.yaml", "no such file")],
+    "models_file": [("nowhere.yaml", "the file does not exist")],
+    "objects_file": [("nowhere.yaml", "the file does not exist")],
     "project_id": [("P", "6 to 30")],
-    "region": [("europe-west4-a", "looks like")],
+    "region": [("europe-west4-a", "such as europe-west4")],
 }
 
 

@@ -24,7 +24,7 @@ variable "images" {
 
   validation {
     condition     = length(setsubtract(keys(var.images), ["api", "dead_letters", "reports", "webhooks"])) == 0
-    error_message = "Images are those of api, dead_letters, reports and webhooks."
+    error_message = "images: keys must be api, dead_letters, reports or webhooks."
   }
 }
 

@@ -31,7 +31,7 @@ variable "general_nodes" {
 
   validation {
     condition     = var.general_nodes.min >= 1 && var.general_nodes.min <= var.general_nodes.max
-    error_message = "At least one node, for KEDA and the collectors."
+    error_message = "general_nodes: min must be at least 1, for KEDA and the collectors, and at most max."
   }
 }
 
@@ -55,14 +55,14 @@ variable "gpus" {
 
   validation {
     condition     = alltrue([for gpu in var.gpus : gpu.share >= 1 && gpu.share <= 48])
-    error_message = "GKE shares a GPU among 48 at most."
+    error_message = "gpu.share in models.yaml: must be from 1 to 48, GKE's maximum."
   }
 
   validation {
     condition = alltrue([for gpu in var.gpus : contains(keys(var.gpu_types), gpu.type)])
     error_message = "gpu.type in models.yaml: ${join(", ", [
       for gpu in var.gpus : gpu.type if !contains(keys(var.gpu_types), gpu.type)
-    ])} is none of ${join(", ", keys(var.gpu_types))}."
+    ])}: must be one of ${join(", ", keys(var.gpu_types))}."
   }
 
   validation {
@@ -82,7 +82,7 @@ variable "gpus" {
         var.zones == null ? true : contains(var.zones, "${var.region}-${letter}")
       ]) if contains(keys(var.gpu_types), gpu.type)
     ])
-    error_message = "regions.${var.region}: no zone has the GPUs that models.yaml asks for; infra/kubernetes/gpus.yaml says which zones have ${join(", ", distinct([for gpu in var.gpus : gpu.type]))}${var.zones == null ? "" : ", and zones may leave them out"}."
+    error_message = "regions.${var.region}: no zone has the GPUs that models.yaml requires; infra/kubernetes/gpus.yaml says which zones have ${join(", ", distinct([for gpu in var.gpus : gpu.type]))}${var.zones == null ? "" : ", and `zones` may exclude them"}."
   }
 }
 
@@ -120,7 +120,7 @@ variable "overflow" {
 
   validation {
     condition     = var.overflow == null ? true : contains(keys(var.gpu_types), var.overflow)
-    error_message = "overflow: ${coalesce(var.overflow, "null")} is none of ${join(", ", keys(var.gpu_types))}."
+    error_message = "overflow: ${coalesce(var.overflow, "null")}: must be one of ${join(", ", keys(var.gpu_types))}."
   }
 
   validation {
@@ -133,7 +133,7 @@ variable "overflow" {
       for letter in try(var.gpu_types[var.overflow].zones[var.region], []) :
       var.zones == null ? true : contains(var.zones, "${var.region}-${letter}")
     ])
-    error_message = "regions.${var.region}: no zone has ${coalesce(var.overflow, "null")} (infra/kubernetes/gpus.yaml), or zones leaves them out. Set regions.${var.region}.overflow to another type, or to \"none\"."
+    error_message = "regions.${var.region}: no zone has ${coalesce(var.overflow, "null")} (infra/kubernetes/gpus.yaml), or `zones` excludes those that do. Set regions.${var.region}.overflow to another type, or to \"none\"."
   }
 }
 
@@ -157,7 +157,7 @@ variable "preloaded_images" {
 
   validation {
     condition     = length(setsubtract(keys(var.preloaded_images), ["containers"])) == 0
-    error_message = "nodes.preloaded_images: ${join(", ", setsubtract(keys(var.preloaded_images), ["containers"]))}: only `containers`, the worker's image. Nothing mounts a disk with weights: copy them with `penstock weights prefetch` and set weights.prefetched."
+    error_message = "nodes.preloaded_images: ${join(", ", setsubtract(keys(var.preloaded_images), ["containers"]))}: only `containers`, the worker's image, is supported. Disks with weights are not mounted; copy the weights with `penstock weights prefetch` and set weights.prefetched."
   }
 }
 
@@ -194,7 +194,7 @@ variable "release_channel" {
 
   validation {
     condition     = contains(["RAPID", "REGULAR", "STABLE", "EXTENDED"], var.release_channel)
-    error_message = "Channels are RAPID, REGULAR, STABLE and EXTENDED."
+    error_message = "release_channel: must be RAPID, REGULAR, STABLE or EXTENDED."
   }
 }
 
@@ -206,7 +206,7 @@ variable "reservations" {
 
   validation {
     condition     = alltrue([for type in keys(var.reservations) : contains(keys(var.gpu_types), type)])
-    error_message = "regions.${var.region}.reservations: ${join(", ", setsubtract(keys(var.reservations), keys(var.gpu_types)))} is none of ${join(", ", keys(var.gpu_types))}."
+    error_message = "regions.${var.region}.reservations: ${join(", ", setsubtract(keys(var.reservations), keys(var.gpu_types)))}: must be one of ${join(", ", keys(var.gpu_types))}."
   }
 
   validation {

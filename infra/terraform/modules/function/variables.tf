@@ -45,7 +45,7 @@ variable "name" {
 
   validation {
     condition     = can(regex("^[a-z][a-z0-9-]{4,22}[a-z0-9]$", var.name))
-    error_message = "A name has 6 to 24 lower-case letters, digits or dashes: with -push it names a service account."
+    error_message = "name: must have 6 to 24 lowercase letters, digits or hyphens, start with a letter and not end in a hyphen. With -push, it names a service account."
   }
 }
 

@@ -18,7 +18,7 @@ variable "number" {
 
   validation {
     condition     = var.number >= 0 && floor(var.number) == var.number
-    error_message = "Inboxes are numbered from 0."
+    error_message = "number: must be a whole number, at least 0."
   }
 }
 
@@ -42,7 +42,7 @@ variable "slots" {
 
   validation {
     condition     = var.slots >= 1 && var.slots <= 200 && floor(var.slots) == var.slots
-    error_message = "An inbox has 1 to 200 slots."
+    error_message = "slots: must be a whole number from 1 to 200."
   }
 }
 

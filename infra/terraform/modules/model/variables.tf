@@ -22,7 +22,7 @@ variable "dead_letter_retention_s" {
 
   validation {
     condition     = var.dead_letter_retention_s >= 600 && var.dead_letter_retention_s <= 2678400
-    error_message = "Pub/Sub keeps messages from 10 minutes to 31 days."
+    error_message = "dead_letter_retention_s: must be from 600 to 2678400 (10 minutes to 31 days), Pub/Sub's limits."
   }
 }
 
@@ -54,7 +54,7 @@ variable "name" {
 
   validation {
     condition     = can(regex("^[A-Za-z][A-Za-z0-9._-]{2,199}$", var.name)) && !endswith(var.name, ".dead")
-    error_message = "A name has 3 to 200 letters, digits, dots, underscores or dashes, starts with a letter and does not end in .dead."
+    error_message = "name: must have 3 to 200 letters, digits, dots, underscores or hyphens, start with a letter and not end in .dead."
   }
 }
 
@@ -97,11 +97,11 @@ variable "workers" {
 
   validation {
     condition     = var.workers.max_delivery_attempts >= 5 && var.workers.max_delivery_attempts <= 100
-    error_message = "Pub/Sub allows 5 to 100 delivery attempts."
+    error_message = "workers.max_delivery_attempts: must be from 5 to 100, Pub/Sub's limits."
   }
 
   validation {
     condition     = var.workers.retry_min_s >= 0 && var.workers.retry_min_s <= var.workers.retry_max_s && var.workers.retry_max_s <= 600
-    error_message = "Backoffs are 0 to 600 s, the shortest first."
+    error_message = "workers.retry_min_s: must be at least 0 and at most workers.retry_max_s, which must be at most 600."
   }
 }

@@ -5,7 +5,7 @@ output "checked" {
   precondition {
     condition = length(flatten(values(local.unknown))) == 0
     error_message = join("\n", [
-      for name, unknown in local.unknown : "There is no option ${join(", ", unknown)}. There are ${join(", ", local._names.typed[name])}."
+      for name, unknown in local.unknown : "no such option: ${join(", ", unknown)}; use one of ${join(", ", local._names.typed[name])}."
       if length(unknown) > 0
     ])
   }

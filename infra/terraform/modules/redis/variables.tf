@@ -53,11 +53,11 @@ variable "size" {
     condition = contains(
       ["SHARED_CORE_NANO", "STANDARD_SMALL", "HIGHMEM_MEDIUM", "HIGHMEM_XLARGE"], var.size.node_type
     )
-    error_message = "Node types are SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM and HIGHMEM_XLARGE."
+    error_message = "size.node_type: must be SHARED_CORE_NANO, STANDARD_SMALL, HIGHMEM_MEDIUM or HIGHMEM_XLARGE."
   }
 
   validation {
     condition     = var.size.replicas >= 0 && var.size.replicas <= 5
-    error_message = "Valkey has 0 to 5 copies."
+    error_message = "size.replicas: must be from 0 to 5."
   }
 }

@@ -21,17 +21,17 @@ variable "api" {
 
   validation {
     condition     = var.api.min_instances >= 1 && var.api.min_instances <= var.api.max_instances
-    error_message = "At least one instance, and no more than max_instances: replies come in outside of requests."
+    error_message = "api.min_instances: must be at least 1, because replies arrive outside of requests, and at most api.max_instances."
   }
 
   validation {
     condition     = var.api.concurrency >= 1 && var.api.concurrency <= 1000
-    error_message = "Cloud Run allows 1 to 1000 requests per instance."
+    error_message = "api.concurrency: must be from 1 to 1000, Cloud Run's limits."
   }
 
   validation {
     condition     = var.api.timeout_s <= 3600
-    error_message = "Cloud Run allows an hour at most."
+    error_message = "api.timeout_s: must be at most 3600, Cloud Run's maximum."
   }
 }
 
@@ -42,7 +42,7 @@ variable "cidr" {
 
   validation {
     condition     = can(cidrhost(var.cidr, 0)) && tonumber(split("/", var.cidr)[1]) <= 14
-    error_message = "Give a block of at least a /14, as 10.64.0.0/14."
+    error_message = "cidr: must be a block of at least a /14, such as 10.64.0.0/14."
   }
 }
 
