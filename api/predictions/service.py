@@ -312,26 +312,36 @@ class Predictions:
             after=after,
         )
         ids = [entry.record for entry in listed]
+        checked = ids[: PAGE + (PAGE_READS - 1) * SCAN_WINDOW]
+        page, end = await self._read_matching(checked, wanted)
+        return page, listed[end - 1] if end < len(ids) else None
+
+    async def _read_matching(
+        self, ids: list[str], wanted: PredictionFilter
+    ) -> tuple[list[PredictionSnapshot], int]:
+        """Returns up to PAGE matching predictions, and how many of `ids` they were chosen from."""
+        selected = ids
+        if wanted.model or wanted.status:
+            selected = await self._store.select(ids, state=wanted.status or "", model=wanted.model)
         page: list[PredictionSnapshot] = []
         start, window, room_bytes = 0, PAGE, READ_BYTES
         for _ in range(PAGE_READS):
-            if start == len(ids):
+            if start == len(selected):
                 break
-            some = ids[start : start + window]
+            some = selected[start : start + window]
             read = await self._read_some(some, room_bytes, least=0 if page else 1)
             matching = [snapshot for snapshot in read.snapshots if wanted.matches(snapshot)]
             page += matching
             if len(page) >= PAGE:
                 page = page[:PAGE]
-                start = ids.index(page[-1].prediction.record) + 1
-                break
+                return page, ids.index(page[-1].prediction.record) + 1
             start += len(some) - len(read.remaining)
             if page and read.remaining:
                 break
             if matching:
                 room_bytes -= read.size_bytes
             window = SCAN_WINDOW
-        return page, listed[start - 1] if start < len(ids) else None
+        return page, len(ids) if start == len(selected) else ids.index(selected[start])
 
     async def iterate_all(
         self, tenant: str, *, after: str, is_ascending: bool

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 from prometheus_client import Counter
 
 from shared.errors import Overloaded
@@ -32,6 +33,8 @@ FULL_RETRY_S = 5.0
 """Retry-After if there is no room for a prediction."""
 LISTED = 10_000
 """Maximum number of predictions listed per tenant."""
+_HEAD_BYTES = 8192
+"""The model is within this many bytes of a document: only IDs and the tenant precede it."""
 
 DROPPED = Counter(
     "penstock_predictions_dropped_total", "Predictions dropped early for lack of room."
@@ -43,6 +46,7 @@ CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
 KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
 PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
+SELECT = load_script(_STATES, "shared/stores/record_select.lua")
 
 
 class ListedRecord(NamedTuple):
@@ -239,6 +243,19 @@ class PredictionStore:
             reply = await self._commands.run(*words, "LIMIT", 0, missing)
             listed += [ListedRecord(record.decode(), float(score)) for record, score in reply]
         return listed[:limit]
+
+    async def select(self, records: Sequence[str], *, state: str, model: str) -> list[str]:
+        """Returns the predictions that may have this state and model, in the same order.
+
+        Unfinished predictions are included whatever their state, because they may be late. An empty
+        state or model selects all.
+        """
+        if not records:
+            return []
+        text = b'"model":' + msgspec.json.encode(model) if model else b""
+        keys = [self._redis.record_key(record) for record in records]
+        positions = await self._commands.run_script(SELECT, keys, state, text, _HEAD_BYTES)
+        return [records[position - 1] for position in positions]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
         """Returns the sizes of predictions in bytes, as counted by their budget. 0 if deleted."""

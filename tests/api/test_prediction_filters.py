@@ -4,9 +4,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
+from shared.predictions import decode_document, encode_document
 from shared.stores.redis_client import KEY_PREFIX
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT
@@ -182,6 +184,25 @@ async def test_large_predictions_shorten_filtered_pages(
     first = await page(api, "/v1/predictions", status="succeeded")
     assert len(first["results"]) < 4
     assert await listed(api, status="succeeded") == [made[at] for at in (4, 2, 1, 0)]
+
+
+async def test_a_late_prediction_is_found_as_failed(api: ApiUnderTest, redis_url: str) -> None:
+    """Its reader ends it, so its state in Redis is not yet the state in the list."""
+    api.worker.is_silent = True
+    body = TEXT | {"input": {"text": "a dog"}}
+    late = (await api.http.post("/v1/predictions", json=body, headers=bearer("a"))).json()
+    pass_deadline(redis_url, late["id"])
+    assert await listed(api, status="failed", model=TEXT_MODEL.name) == [late["id"]]
+
+
+def pass_deadline(redis_url: str, record: str) -> None:
+    """Moves a prediction's deadline into the past."""
+    key = f"{KEY_PREFIX}record:{record}"
+    with redis.Redis.from_url(redis_url) as client:
+        stored = client.hget(key, "document")
+        assert isinstance(stored, bytes)
+        late = msgspec.structs.replace(decode_document(stored), deadline_s=1.0)
+        client.hset(key, "document", encode_document(late).decode())
 
 
 async def test_the_key_is_shown_only_on_request(api: ApiUnderTest) -> None:
