@@ -1,4 +1,4 @@
--- Charges by day, in the billing time zone, as counted by invoices, for the days in daily_usage.
+-- Charges by day in the billing time zone, as counted on invoices, for the days in daily_usage.
 -- column day: day in the billing time zone; the partition
 -- column tenant: the tenant
 -- column key_id: public part of the API key; NULL if no key was required, and in rows from older releases
@@ -10,7 +10,7 @@
 -- column succeeded: delivered items
 -- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column charged_pixel_steps: pixel-steps times the share that is charged
--- column list_price_usd: list price of the work, before any share
+-- column list_price_usd: list price of the work, before any share is applied
 -- column cost_usd: amount charged, not rounded
 -- column made_at: time at which the day was last aggregated
 SELECT

@@ -1,5 +1,5 @@
--- Latency of delivered items by hour and phase, as approximate percentiles, which can't be added up or averaged.
--- column day: UTC day of the hour; filter on it in each query
+-- Latency of delivered items by hour and phase, in approximate percentiles, which can't be added up or averaged.
+-- column day: UTC day that contains the hour; filter on it in each query
 -- column hour: start of the hour (UTC)
 -- column model: model name in the catalog
 -- column priority: interactive or batch; NULL in rows from older releases
@@ -7,9 +7,9 @@
 -- column total_p50_ms: median time from receiving the request to replying, excluding rejected requests
 -- column total_p95_ms: its 95th percentile
 -- column total_p99_ms: 99th percentile of that time
--- column queue_p50_ms: median time at the broker
+-- column queue_p50_ms: median time spent at the broker
 -- column queue_p95_ms: its 95th percentile
--- column batch_wait_p50_ms: median time from pulling to the start of the batch
+-- column batch_wait_p50_ms: median time from when an item is pulled until its batch starts
 -- column batch_wait_p95_ms: its 95th percentile
 -- column inference_p50_ms: median time of the item's batch
 -- column inference_p95_ms: its 95th percentile

@@ -1,5 +1,5 @@
 -- Usage and charges by hour.
--- column day: UTC day of the hour; filter on it in each query
+-- column day: UTC day that contains the hour; filter on it in each query
 -- column hour: start of the hour (UTC)
 -- column tenant: the tenant
 -- column key_id: public part of the API key; NULL if no key was required, and in rows from older releases
@@ -7,7 +7,7 @@
 -- column model: model name in the catalog
 -- column region: region in which the rows were written
 -- column priority: interactive or batch
--- column requests: requests, including rejected ones; a request counts in the row of its first item
+-- column requests: requests, including rejected ones; a request is counted in the row of its first item
 -- column refused: rejected requests
 -- column items: texts or images, excluding rejected requests
 -- column succeeded: delivered items
@@ -20,8 +20,8 @@
 -- column output_tokens: output tokens of texts
 -- column cached_tokens: the part of input_tokens that was read from the cache
 -- column pixel_steps: width x height x steps of images, charged or not
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
--- column list_price_usd: list price of the work, before any share
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
+-- column list_price_usd: list price of the work, before any share is applied
 -- column cost_usd: amount charged, not rounded
 SELECT
   DATE(received_at) AS day,

@@ -1,19 +1,19 @@
--- Hours and GPU cost of workers by hour. For operators.
--- column day: UTC day of the hour; filter on it in each query
+-- Worker hours and GPU cost, by hour. For operators.
+-- column day: UTC day that contains the hour; filter on it in each query
 -- column hour: start of the hour (UTC)
--- column deployment: the workers' models in the catalog, joined with +
+-- column deployment: the workers' models as named in the catalog, joined with +
 -- column models: their models as named in rows, comma-separated
--- column region: region in which they run
--- column gpu_type: as in rows; NULL for a CPU
--- column spot: true for a spot node; NULL if unknown, and priced on demand
+-- column region: region in which the workers run
+-- column gpu_type: same as in the rows; NULL for a CPU
+-- column spot: true for a spot node; NULL if unknown, in which case the on-demand price applies
 -- column workers: worker processes
--- column busy_hours: hours of a whole device spent on batches
--- column idle_hours: hours of a whole device without work
--- column loading_hours: hours of a whole device spent loading models
+-- column busy_hours: whole-device hours spent on batches
+-- column idle_hours: whole-device hours without work
+-- column loading_hours: whole-device hours spent loading models
 -- column items: items in the batches that finished
 -- column batches: batches that finished
 -- column cold_starts: model loads that finished
--- column cost_usd: hours times the price for the GPU type, spot or on demand, region, and hour; NULL if the price is unknown
+-- column cost_usd: hours times the price for the GPU type, provisioning (spot or on demand), region, and hour; NULL if the price is unknown
 SELECT
   DATE(reported.hour) AS day,
   reported.hour AS hour,

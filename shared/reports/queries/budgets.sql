@@ -1,4 +1,4 @@
--- Share of each tenant's monthly budget (UTC) that is spent, with a forecast.
+-- Percentage of each tenant's monthly budget (UTC) that has been spent, with a forecast.
 -- owner: finance
 -- audience: tenants
 -- without: models, tz
@@ -12,12 +12,12 @@
 -- column month: first day of the month in UTC, regardless of the time zone
 -- column spent_usd: amount charged so far this month, not rounded
 -- column budget_usd: current budget; NULL if the tenant does not have one
--- column percent: percentage of the budget that is spent
+-- column percent: percentage of the budget that has been spent
 -- column left_usd: remaining budget; negative if exceeded
 -- column elapsed_percent: percentage of the month that has passed
 -- column month_end_usd: projected amount for the month at the current pace
 -- column refused: requests rejected because the budget was spent
--- The API also counts requests in flight, so it may reject requests slightly before this report shows 100 percent.
+-- The API also counts requests in flight, so it may start rejecting requests slightly before this report shows 100 percent.
 WITH once AS (
   SELECT
     tenant,

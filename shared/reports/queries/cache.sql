@@ -1,4 +1,4 @@
--- Money and GPU time that the cache saved.
+-- Money and GPU time saved by the cache.
 -- owner: product
 -- audience: tenants
 -- without: tz
@@ -8,13 +8,13 @@
 -- column items: delivered items
 -- column hits: delivered items from the cache
 -- column joined: delivered items that joined an identical item in flight
--- column hit_percent: percentage of delivered items that were hits or joined
+-- column hit_percent: percentage of delivered items that were hits or joined another item
 -- column charged_usd: amount charged for hits and joined items, not rounded
--- column list_usd: their list price; for rows from older releases, the mean price of computed items
+-- column list_usd: list price of hits and joined items; for rows from older releases, the mean price of computed items
 -- column caller_saved_usd: list_usd minus charged_usd
--- column gpu_saved_s: seconds of a whole device: units of hits and joined items times the mean time per computed unit
+-- column gpu_saved_s: whole-device seconds: units of hits and joined items times the mean time per computed unit
 -- column gpu_usd_per_hour: mean list price of the GPUs that computed the model; NULL if it ran only on CPUs
--- column gpu_saved_usd: gpu_saved_s times that price
+-- column gpu_saved_usd: gpu_saved_s times the GPUs' mean list price
 WITH once AS (
   SELECT
     model,

@@ -1,17 +1,17 @@
--- GPUs needed and load in each hour of the week.
+-- GPUs needed and load for each hour of the week.
 -- owner: operations
 -- audience: operators
 -- plot: heat gpus_max by hour and weekday
--- column weekday: 1 is Monday, in the time zone
--- column hour: 0 to 23, in the time zone
--- column hours: number of such hours in the range, including hours without requests
--- column items_mean: mean number of texts or images in such an hour
+-- column weekday: day of the week in the time zone, where 1 is Monday
+-- column hour: hour of the day in the time zone, from 0 to 23
+-- column hours: how many times this hour of the week occurs in the range, including occurrences without requests
+-- column items_mean: mean number of texts or images per occurrence of this hour
 -- column items_max: the maximum
--- column refused_mean: mean number of rejected requests in such an hour
--- column gpus_mean: mean number of fully busy devices in such an hour: device seconds divided by 3,600
+-- column refused_mean: mean number of rejected requests per occurrence of this hour
+-- column gpus_mean: mean number of fully busy devices in this hour: device seconds divided by 3,600
 -- column gpus_max: the maximum
--- column queue_p95_ms: 95th percentile of the time at the broker in the worst such hour
--- Request whole days, because the first and last hour of the range may be incomplete. Hours start on the hour in UTC,
+-- column queue_p95_ms: 95th percentile of the time spent at the broker in the worst occurrence of this hour
+-- Request whole days, because the first and last hours of the range may be incomplete. Hours start on the hour in UTC,
 -- so in a time zone with a half-hour offset, they start on the half hour.
 WITH once AS (
   SELECT

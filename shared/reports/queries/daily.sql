@@ -4,7 +4,7 @@
 -- plot: bars cost_usd by day
 -- plot: lines requests by day
 -- totals: requests, refused, items, succeeded, failed, expired, canceled, cached, tokens, pixel_steps, device_s, cost_usd
--- column day: day in the time zone
+-- column day: day in the report's time zone
 -- column hours: hours in the day: 23 or 25 when clocks change
 -- column tenants: number of tenants that sent requests
 -- column requests: requests, including rejected ones
@@ -17,7 +17,7 @@
 -- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
 -- column pixel_steps: width x height x steps of images, charged or not
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH once AS (
   SELECT

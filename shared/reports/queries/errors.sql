@@ -6,12 +6,12 @@
 -- column model: model name in the catalog
 -- column status: failed, expired, canceled, or refused
 -- column error_code: the reason
--- column items: items, or rejected requests
+-- column items: number of items or rejected requests
 -- column tenants: number of affected tenants
 -- column percent_of_model: percentage of the model's items and rejected requests
 -- column most_attempts: maximum deliveries per item
--- column latest: time at which the latest one was received
--- column example_request_id: its request ID, for a search in the logs
+-- column latest: time at which the most recent affected item or request was received
+-- column example_request_id: request ID of the most recent one, for searching the logs
 WITH once AS (
   SELECT
     model,

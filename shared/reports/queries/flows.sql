@@ -7,7 +7,7 @@
 -- column flow: flow name in the catalog
 -- column step: step ID; empty in the row for the whole flow
 -- column runs: runs that reached this step
--- column items: items in the step, or in all steps
+-- column items: items in the step, or in all steps for the whole flow
 -- column succeeded: delivered items
 -- column hit_percent: percentage of items that came from the cache
 -- column joined: items that joined an identical item in flight
@@ -15,7 +15,7 @@
 -- column inference_p95_ms: its 95th percentile
 -- column done_p50_ms: median time from a run's arrival until the last item in the step or flow was done
 -- column done_p95_ms: its 95th percentile
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -9,8 +9,8 @@
 -- column gpus: expected device seconds in the hour divided by 3,600
 -- column gpus_high: for planning: the forecast plus the largest error for this hour in past weeks
 -- column items: expected texts or images
--- column week_ago_gpus: GPUs needed in the same hour of the last week
--- column error_percent: forecast error (WAPE) in up to three past weeks, each forecast from the weeks before it: the sum of absolute errors divided by the sum of actual values; NULL with one week
+-- column week_ago_gpus: GPUs needed in the same hour of the previous week
+-- column error_percent: forecast error (WAPE) over up to three past weeks, each forecast from the weeks before it: the sum of absolute errors divided by the sum of actual values; NULL if there is only one week
 -- Method: the range is divided into weeks of 168 hours, counted back from its last whole hour. The forecast for an hour
 -- is the median of the same hour in these weeks, times 1 + growth; it is never negative. The growth is the trend times
 -- the number of weeks from the middle of these weeks to the coming week, divided by the mean of the medians. The trend

@@ -4,7 +4,7 @@
 -- plot: bars p95_ms by model, one color per phase
 -- column model: model name in the catalog
 -- column phase: queue (at the broker), batch wait (in the worker), inference (the item's batch), total, or total of hits
--- column items: items that passed the phase
+-- column items: items that went through the phase
 -- column mean_ms: mean
 -- column p50_ms: median
 -- column p90_ms: 90th percentile

@@ -7,16 +7,16 @@
 -- column model: model name in the catalog
 -- column revenue_usd: amount charged, not rounded
 -- column items: delivered items
--- column device_s: seconds of a whole device, according to the rows
--- column gpu_hours: the workers' hours of a whole device, from worker_hours; NULL if workers did not report
+-- column device_s: whole-device seconds, according to the rows
+-- column gpu_hours: the workers' whole-device hours, from worker_hours; NULL if the workers did not report
 -- column busy_hours: the part of gpu_hours spent on batches
--- column idle_hours: the part without work
--- column loading_hours: the part spent loading models
--- column cost_usd: gpu_hours times the price for the GPU type, spot or on demand, region, and hour, not rounded; NULL if the price is unknown
+-- column idle_hours: the part of gpu_hours without work
+-- column loading_hours: the part of gpu_hours spent loading models
+-- column cost_usd: gpu_hours times the price for the GPU type, provisioning (spot or on demand), region, and hour, not rounded; NULL if the price is unknown
 -- column busy_usd: cost of busy_hours
 -- column idle_usd: cost of idle_hours
 -- column loading_usd: cost of loading_hours
--- column unpriced_hours: hours of devices without a price, such as CPUs; not included in the cost
+-- column unpriced_hours: device hours without a price, such as for CPUs; not included in the cost
 -- column margin_usd: revenue minus cost; NULL if the cost is unknown
 -- column margin_percent: margin as a percentage of the revenue
 -- If a worker has several models, its time is divided in proportion to their device seconds on that worker, or equally

@@ -1,22 +1,22 @@
--- Availability and deadlines compared with their objectives, by day, and the burn rates of their error budgets.
+-- Daily availability and deadline results compared with their objectives, and the burn rates of their error budgets.
 -- owner: operations
 -- audience: operators
 -- @availability FLOAT64 = 0.999: the share of requests that must not fail
 -- @deadlines FLOAT64 = 0.99: the share of items that must be on time
 -- plot: lines availability_percent by day, one color per scope
 -- plot: lines deadlines_burn by day, one color per scope
--- column day: day in the time zone
+-- column day: day in the report's time zone
 -- column scope: a model, or (all); only (all) has rows for days without requests
--- column requests: requests that count for availability: all items succeeded, or one failed with a 5xx other than 504
+-- column requests: requests that count toward availability: either all items succeeded, or one failed with a 5xx other than 504
 -- column bad_requests: requests that failed with a 5xx other than 504
 -- column availability_percent: percentage of counted requests that were good
--- column availability_burn: burn rate of the error budget; at 1, it lasts exactly for the period
--- column availability_budget_left_percent: percentage of the error budget left, for the days of the range up to this one
--- column items: items that count for deadlines: interactive, and delivered, late, or rejected for lack of capacity
+-- column availability_burn: burn rate of the error budget; at a rate of 1, the budget lasts exactly for the period
+-- column availability_budget_left_percent: percentage of the error budget left, based on the days from the start of the range through this one
+-- column items: items that count toward deadlines: interactive items that were delivered, late, or rejected for lack of capacity
 -- column bad_items: items that were late, or rejected for lack of capacity (a rejected request counts as one)
 -- column deadlines_percent: percentage of counted items that were on time
 -- column deadlines_burn: burn rate of the error budget
--- column deadlines_budget_left_percent: percentage of the error budget left, for the days of the range up to this one
+-- column deadlines_budget_left_percent: percentage of the error budget left, based on the days from the start of the range through this one
 -- Decision 49 has the definitions. Rows do not record whether a caller set a custom deadline, so all interactive items
 -- count here. Metrics exclude items with shortened deadlines.
 WITH once AS (

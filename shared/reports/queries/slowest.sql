@@ -1,4 +1,4 @@
--- The 50 slowest items, with the time of each phase.
+-- The 50 slowest items, with the time spent in each phase.
 -- owner: operations
 -- audience: operators
 -- column row_id: ID of the row
@@ -9,12 +9,12 @@
 -- column cache: source of the result
 -- column total_ms: time from receiving the request to replying
 -- column queue_ms: time at the broker
--- column batch_wait_ms: time in the worker until its batch started
--- column inference_ms: duration of its batch
+-- column batch_wait_ms: time in the worker until the item's batch started
+-- column inference_ms: duration of the item's batch
 -- column batch_size: items in the batch
--- column worker: worker that computed it
--- column device: device that computed it
--- column attempt: number of the final delivery
+-- column worker: worker that computed the item
+-- column device: device that computed the item
+-- column attempt: number of the final delivery attempt
 WITH once AS (
   SELECT
     row_id,

@@ -1,4 +1,4 @@
--- Heaviest and most disruptive tenants, by cost, device time, errors, rejections, and bursts.
+-- Heaviest and most disruptive tenants by cost, device time, errors, rejections, and bursts.
 -- owner: product
 -- audience: operators
 -- plot: bars cost_usd by tenant
@@ -9,15 +9,15 @@
 -- column cost_percent: percentage of all tenants' cost
 -- column items: texts or images, excluding rejected requests
 -- column requests: requests, including rejected ones
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column device_percent: percentage of all tenants' device seconds
 -- column error_percent: percentage of items that failed or were late
 -- column refused_percent: percentage of requests that were rejected
--- column peak_items_per_min: items in its busiest minute (UTC); a rejected request counts as one
--- column peak_to_mean: items in that minute divided by the mean per minute of the range
--- column models: number of models that it used
--- column keys: number of keys that it used
--- column last_seen: time of its last request
+-- column peak_items_per_min: items in the tenant's busiest minute (UTC); a rejected request counts as one
+-- column peak_to_mean: items in the busiest minute divided by the mean items per minute over the range
+-- column models: number of models that the tenant used
+-- column keys: number of keys that the tenant used
+-- column last_seen: time of the tenant's last request
 WITH once AS (
   SELECT
     COALESCE(tenant, '') AS tenant,

@@ -12,7 +12,7 @@
 -- column succeeded: delivered items
 -- column hit_percent: percentage of items that came from the cache
 -- column joined: items that joined an identical item in flight
--- column queue_p50_ms: median time at the broker
+-- column queue_p50_ms: median time spent at the broker
 -- column queue_p95_ms: its 95th percentile
 -- column inference_p50_ms: median time of the item's batch
 -- column inference_p95_ms: its 95th percentile
@@ -22,7 +22,7 @@
 -- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -14,7 +14,7 @@
 -- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
 -- column pixel_steps: width x height x steps of images, charged or not
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -16,7 +16,7 @@
 -- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
--- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

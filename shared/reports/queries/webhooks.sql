@@ -9,7 +9,7 @@
 -- column events: events
 -- column attempts: delivery attempts
 -- column delivered_percent: percentage of events that arrived
--- column first_try_percent: percentage of events that arrived at the first attempt in the range
+-- column first_try_percent: percentage of events that arrived on the first attempt in the range
 -- column given_up: events that were refused, gone, or forbidden, and will not be retried
 -- column open: failed events that may be retried
 -- column duration_p95_ms: 95th percentile of an attempt's duration

@@ -169,7 +169,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_setup.py::test_setup_is_shown_while_it_runs",
             "test_setup.py::test_output_of_setup_is_bounded",
         ),
-        "A `setup` that raises, exits": (
+        "A `setup` that raises an": (
             "infra/test_slow_setup.py::test_slow_endless_and_failing_setups_hold_up_nobody",
             "infra/test_supervision.py::"
             "test_worker_that_never_gets_ready_is_tried_after_longer_and_longer_pauses",
@@ -221,7 +221,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Batches": {
-        "A class may have `predict_batch`": (
+        "A class can have `predict_batch`": (
             "test_batches.py::test_a_batch_has_an_output_for_each_input_in_order",
         ),
         "The element's fields": (
@@ -253,7 +253,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "workers/test_deadlines.py::test_batch_stops_at_the_deadline_of_the_last_who_wants_it",
             "test_batches.py::test_a_canceled_batch_is_stopped_and_the_next_one_computed",
         ),
-        "The items of a batch may belong": (
+        "The items of a batch can belong": (
             "test_batches.py::test_what_one_alone_printed_and_recorded_is_its_own",
             "test_batches.py::test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log",
         ),
@@ -341,7 +341,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "api/test_large_json.py::test_json_above_the_bounds_is_refused_with_them",
             "api/test_large_json.py::test_context_of_a_prediction_reaches_the_class",
         ),
-        "A file is a `data:` URI": (
+        "A file can be a `data:`": (
             "api/test_custom_models.py::test_files_and_secrets_go_in_and_are_not_shown",
             "api/test_inputs_by_url.py::test_files_of_a_class_are_fetched_at_the_same_time_each_once",
         ),
@@ -367,7 +367,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "type": ("api/test_inputs_by_url.py::test_what_is_no_such_file_is_refused",),
         "at a time": ("api/test_inputs_by_url.py::test_a_tenant_leaves_room_for_others",),
         "`penstock_api_fetched_inputs_total`": ("test_metric_names.py",),
-        "A class sees the file name": (
+        "A class sees the filename that": (
             "api/test_inputs_by_url.py::"
             "test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable",
             "api/test_inputs_by_url.py::test_a_repeated_request_loads_nothing_twice",
@@ -399,7 +399,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_as_cog.py::test_outputs_that_json_cannot_carry_fail_with_their_place",
             "test_output_types.py::test_schema_says_what_is_known_of_a_type",
         ),
-        "A file is read when it is yielded": ("test_forms.py::test_files_are_pieces_of_a_stream",),
+        "Each file is read as soon as it": ("test_forms.py::test_files_are_pieces_of_a_stream",),
         "While an iterator runs": (
             "api/test_partial_output.py::test_output_grows_in_get_while_the_class_yields",
             "api/test_partial_output.py::test_a_webhook_is_notified_of_growth_and_once_of_the_end",
@@ -410,7 +410,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "api/test_partial_output.py::test_output_before_a_failure_stays_and_costs_nothing",
             "api/test_partial_output.py::test_files_before_a_failure_stay_until_it_is_deleted",
         ),
-        "Output JSON over 1 MiB": (
+        "Output JSON larger than 1": (
             "api/test_large_json.py::test_a_large_output_is_in_the_prediction",
             "api/test_large_json.py::test_an_answer_that_waited_has_a_large_output",
         ),
@@ -569,7 +569,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_public_text.py::test_only_whole_folders_are_removed",
             "test_public_text.py::test_the_author_can_keep_tracebacks_from_callers",
         ),
-        "If several predictions ran": (
+        "If several predictions were": (
             "api/test_hostile_classes.py::"
             "test_of_several_at_a_time_the_one_that_ends_the_process_fails_alone",
         ),
