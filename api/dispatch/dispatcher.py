@@ -182,9 +182,9 @@ class Dispatcher:
 
     async def _end_record(self, record: str, deadline_s: float) -> Record | None:
         """Returns a job's record if the job has ended. Otherwise, cancels it and returns None."""
-        found = await self._records.read(record)
-        if found is not None and found.is_over:
-            return found
+        job_record = await self._records.read(record)
+        if job_record is not None and job_record.is_over:
+            return job_record
         # A job without a record is canceled too: a worker may still claim it.
         is_canceled = await self._records.cancel(record, deadline_s) == "canceled"
         return None if is_canceled else await self._records.read(record)
