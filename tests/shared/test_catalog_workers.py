@@ -74,7 +74,7 @@ def test_without_a_list_each_model_has_its_own(tmp_path: Path) -> None:
         (
             "- {name: reading, models: [texts, others]}",
             "models.1",
-            "'others' has GPU {type: a100, share: 1, sharing: time-sharing, provisioning: standard}, but 'texts' has",
+            "'others' has GPU {type: a100, share: 1, sharing: time-sharing, ",
         ),
         ("- {name: reading, models: [texts, bounded]}", "models.1", "must not set replicas"),
         (
