@@ -1,7 +1,7 @@
 """The API as an ASGI app: `create_app` adds routes and middleware.
 
-It also adds to the OpenAPI document the shared schemas, and the responses that the server sends
-without involving a route.
+It also adds the shared schemas to the OpenAPI document, along with the responses that the server
+sends without involving a route.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def create_app(
 
     Args:
         transport: connection to the broker, not yet open.
-        admin: creates an inbox if no pool has one. Not yet open.
+        admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives the rows that the API writes. Not yet open.
-        spent: adds up spending. None means from the rows in BigQuery.
+        spent: adds up spending. If None, spending comes from the rows in BigQuery.
 
     Raises:
         ConfigurationError: the API keys or the object store's URL are invalid, or API keys are
@@ -107,7 +107,7 @@ def _app(
         BodyBudget(
             settings.request_max_bytes,
             settings.bodies_max_bytes,
-            # Half of the connections, because the room admits small tenants up to twice its bound.
+            # Half of the connections, because small tenants are admitted up to twice this bound.
             FairRoom(max(1, settings.max_connections // 2)),
         ),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
@@ -117,8 +117,8 @@ def _app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        # A path with an extra slash is unknown. A redirect would contain this API's own idea of its
-        # scheme and host, and clients would send their keys there.
+        # A path with an extra slash is treated as unknown. A redirect would use the scheme and host
+        # as this API sees them, and clients would send their keys there.
         redirect_slashes=False,
     )
 
@@ -176,7 +176,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
 
 
 def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, in a format this API does not use."""
+    """Removes the 422 that FastAPI adds for parameters, because its format is not used here."""
     content = responses.get("422", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if schema.get("$ref", "").endswith("/HTTPValidationError"):

@@ -26,18 +26,20 @@ from shared.models.schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 MAX_URL_CHARS = 2048
 
 MAX_SEED = 2**53 - 11
-"""JSON numbers over 2^53 are not exact everywhere, and ten images use consecutive seeds."""
+"""JSON numbers over 2^53 are not exact in every parser, and a request for ten images uses
+consecutive seeds.
+"""
 MAX_PROMPT_CHARS = 32_000
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 """OpenAI's limits."""
 EndUser = Annotated[str, Field(max_length=128)]
-"""An end user of the caller's application. The limit is OpenAI's for `safety_identifier`."""
+"""An end user of the caller's application. The limit matches OpenAI's for `safety_identifier`."""
 CacheKey = Annotated[str, Field(max_length=64)]
 """OpenAI's limit for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
-"""One of a few words. Unknown words are accepted."""
+"""An option that takes one of a few words. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
 """The ID of a response, a response part, or a call. OpenAI's IDs are shorter."""
 Options = Annotated[dict[str, Any], AfterValidator(check_short)]

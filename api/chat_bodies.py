@@ -33,7 +33,7 @@ MAX_CHOICES, MAX_PROMPTS = 8, 512
 MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
 """Maximum number of prompts times `n` in one request.
 
-The second equals MAX_ITEMS in shared/stores/token_streams.py.
+MAX_STREAMED_TEXTS equals MAX_ITEMS in shared/stores/token_streams.py.
 """
 MAX_BIASES = 1024
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -123,7 +123,7 @@ def select_allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None)
 def select_forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """Returns the tools of which the model must call one. None if it may respond without a call.
+    """Returns the tools, one of which the model must call. None if it may respond without a call.
 
     Raises:
         ValueError: the chosen tool does not exist.
@@ -256,7 +256,7 @@ class Message(Body):
 def _parse_arguments(call: FunctionCall) -> dict[str, Any]:
     """Returns the call with its arguments as objects, or as text if they are not valid JSON."""
     try:
-        # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.
+        # Uses the request-body parser, which limits nesting and rejects lone surrogates.
         arguments = from_json(call.arguments, allow_inf_nan=False)
     except ValueError:
         arguments = call.arguments
@@ -418,7 +418,7 @@ class ChatBody(_SampledBody):
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
-        """The tools of which the model must call one. Empty if it may respond without a call."""
+        """The tools, one of which the model must call. Empty if it may respond without a call."""
         return select_forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Opens everything that endpoints depend on, from the broker's connection to the services."""
+"""Opens everything that endpoints depend on, from the broker connection to the services."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def open_dependencies(
 
     Args:
         transport: connection to the broker, not yet open.
-        admin: creates an inbox if no pool has one. Not yet open.
+        admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives the rows that the API writes. Not yet open.
         spent: adds up spending. If None, spending comes from the rows in BigQuery.
 

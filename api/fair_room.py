@@ -139,7 +139,7 @@ class FairRoom:
 
         Args:
             request: a request that has not been admitted yet.
-            enough: above this number, the result may be too high, which saves time.
+            enough: up to this number, the result may be too high, which saves time.
         """
         holding = self._holdings.get(request.tenant)
         own = request.items + (0 if holding is None else holding.items)

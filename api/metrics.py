@@ -151,7 +151,7 @@ def of_items(model: str, cache: str, status: str) -> Counter:
 
 @lru_cache(maxsize=1024)
 def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gauge]:
-    """Returns counters of rejected and admitted items and a gauge of items in flight.
+    """Returns counters for rejected and admitted items, and a gauge for items in flight.
 
     The first call initializes all of them to 0.
 

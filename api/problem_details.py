@@ -67,7 +67,7 @@ class ErrorRoute(APIRoute):
     """A route with a custom error format, implemented by `respond`."""
 
     def respond(self, request: Request, error: Exception) -> Response:
-        """Returns the response for one of EXPECTED_ERRORS."""
+        """Returns the response for one of the EXPECTED_ERRORS."""
         raise NotImplementedError
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -114,7 +114,7 @@ def errors_in_input() -> Iterator[None]:
 
 
 def problem_response(request: Request, error: Exception) -> Response:
-    """Returns the response to one of the EXPECTED_ERRORS, as problem details."""
+    """Returns the response for one of the EXPECTED_ERRORS, as problem details."""
     set_error_code(request, error)
     match error:
         case PenstockError():

@@ -51,7 +51,8 @@ async def running_api(
     Args:
         broker: shared with the workers. The API creates its inbox there.
         flows: flows that use these models, created by `shared.models.catalog.flow_of`.
-        redis_url: URL of the Redis for records, limits, streams, and results, if there is one.
+        redis_url: URL of the Redis server for records, limits, streams, and results, if there is
+            one.
         objects_url: URL of the store for large results. Workers must use the same store.
         settings: ApiSettings fields by name. All others come from the environment.
 

@@ -1,8 +1,9 @@
 """A class with `predict_batch` in the whole stack, and the same class in one process.
 
-Like a device, the model takes 5 ms per item in a batch: its process sleeps. The measured CPU time
-is therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches
-of 64. The two are measured alternately, so other load on the machine affects both.
+Like a device, the model takes 5 ms per item in a batch, during which its process sleeps. The
+measured CPU time is therefore the pipeline's own. Callers keep 128 predictions in flight, and the
+queue forms batches of 64. The two are measured alternately, so other load on the machine affects
+both.
 """
 
 from __future__ import annotations

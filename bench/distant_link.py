@@ -2,8 +2,8 @@
 
 Data in each direction is delayed by DELAY_MS. JITTER is the sigma of log-normal delays, whose
 median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are dropped along with the bytes in
-transit. A value of 0 turns off either one. Bytes keep their order, as in TCP. The proxy is a
-separate process and shares no interpreter with the measured programs.
+transit. A 0 for either one turns it off. Bytes keep their order, as in TCP. The proxy is a separate
+process and shares no interpreter with the measured programs.
 """
 
 from __future__ import annotations

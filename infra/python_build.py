@@ -1,4 +1,4 @@
-"""Checks how this Python was built, which affects the speed of Python-bound processes.
+"""Checks how this Python was built, which affects the speed of CPU-bound Python code.
 
 When run as a program, it exits with 0 if `make setup` may create .venv from this Python: the lock
 supports its version, it was built with optimizations, it can create environments, and it includes

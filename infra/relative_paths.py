@@ -1,7 +1,7 @@
 """Makes the paths of editable packages relative to site-packages: `relative_paths.py VENV`.
 
 Python versions before 3.13 decode `.pth` files using the locale's encoding. If the clone's path
-contains characters missing from this encoding, such as `ü` with `LC_ALL=C`, none of the
+contains characters missing from that encoding, such as `ü` with `LC_ALL=C`, none of the
 environment's programs would start.
 """
 

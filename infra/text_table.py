@@ -22,7 +22,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns the rows below their headers, which are bold on a terminal.
 
     Numeric columns are right-aligned, and None is shown as `-`. A column is shown without decimals
-    if all its numbers are whole, and with two or more otherwise.
+    if all its numbers are whole; otherwise, it has two or more.
     """
     columns = [_column(column) for column in zip(*rows, strict=True)] or [[] for _ in heads]
     table = _empty_table(has_heads=True)
@@ -35,7 +35,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def format_transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns the rows side by side, with one line per header; suits few rows with many values."""
+    """Returns the rows side by side, one line per header; suits a few rows with many values."""
     table = _empty_table(has_heads=False)
     table.add_column(no_wrap=True, style="bold")
     for _ in rows:

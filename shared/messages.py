@@ -14,8 +14,8 @@ A job on the wire:
     data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key":
         "9b1d…"}]}
 
-The reply returns `slot`, `request_id` and `part`, with one outcome per item, in the same order as
-the items.
+The reply includes the same `slot`, `request_id` and `part`, with one outcome per item, in the same
+order as the items.
 
 A job with `"replies": "n"` comes from an instance that accepts multiple replies in one message:
 
@@ -46,7 +46,8 @@ from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, checked when a message is read, because a deadline of `nan` never passes."""
+"""Seconds since 1970, checked when a message is read, because a deadline of `nan` would never pass.
+"""
 Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 """A tenant's share of the work, relative to other tenants waiting for the same model."""
 
@@ -76,12 +77,12 @@ _encoder = msgspec.json.Encoder()
 MAX_REPLY_BATCH_BYTES = 256 * 1024
 """Maximum size, in bytes, of the replies in one message.
 
-Reading one such message blocks the event loop for about 1 ms.
+Reading a message that large blocks the event loop for about 1 ms.
 """
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """One unit of work. `index` is its position in the request.
+    """One unit of work. `index` is the item's position in the request.
 
     An item without a cache_key is not shared.
     """
@@ -99,8 +100,8 @@ def record_id(request_id: str, part: int) -> str:
 class RequestFacts(msgspec.Struct, kw_only=True):
     """A request's caller, time, and terms, which stay the same from the request headers to the row.
 
-    The API fills them in until the request is dispatched. From then on, they are copied as a whole
-    to each job's envelope and each row.
+    The API fills in the fields until the request is dispatched. From then on, they are copied as a
+    whole to each job's envelope and each row.
     """
 
     request_id: str
@@ -194,7 +195,7 @@ class Envelope(RequestFacts, kw_only=True):
 
     @property
     def has_record(self) -> bool:
-        """Returns whether the API created a record for the job, which then must be finished."""
+        """Returns whether the API created a record for the job, which must then be finished."""
         return bool(self.prediction)
 
     @property
@@ -298,7 +299,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     spent_work: int | None = None
     """Work done for an item without a result, in its model's unit.
 
-    It counts toward limits but costs nothing.
+    This work counts toward limits but costs nothing.
     """
 
     def count(self, result: Result) -> None:
@@ -319,7 +320,7 @@ class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
 
     text: str = ""
     left_out: int = 0
-    """Number of characters omitted before the text."""
+    """Number of characters omitted from the start of the text."""
 
     @property
     def end(self) -> int:
@@ -402,7 +403,7 @@ class ReplyBatch(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Returns the reason an item has no result, naming the input if it is the cause."""
+    """Returns the reason an item has no result, naming the input if it caused the error."""
     if outcome.error is None:
         return f"item {outcome.index} has neither a result nor an error; this is a bug"
     prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
@@ -442,7 +443,7 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """Returns the data and attributes of the job's message, which `decode_job` can read.
 
-    The message is decoded again as a check, which takes only microseconds, because an unreadable
+    As a check, the message is decoded again, which takes only microseconds, because an unreadable
     job would leave its callers waiting in vain.
 
     Raises:
@@ -492,7 +493,7 @@ def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
 
     The message's data is the result of `encode_reply_body`.
 
-    If a reply's trace is kept, the attributes include it.
+    If the reply's trace is kept, the attributes include the trace.
     """
     attributes = {"schema": SCHEMA_VERSION, "request_id": request_id, "part": str(part)}
     if slot:

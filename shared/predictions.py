@@ -48,7 +48,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The document in a prediction's record: the request that created it. It never changes.
 
     `record` identifies the record, the job's request, and the rows. It equals `id` if the API chose
-    the ID. If the caller chose the ID, `record` is different, because two tenants may choose the
+    the ID. If the caller chose the ID, `record` is different, because two tenants can choose the
     same ID.
     """
 
@@ -62,7 +62,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     input: dict[str, Any]
     """The caller's input, with any source image replaced by a file's URL."""
     is_list: bool = True
-    """True if the output is a list. False if the output is the list's only element."""
+    """True if the output is a list. False if the output is the only element of the list."""
     output_format: str = "png"
     webhook: str = ""
     webhook_events: tuple[str, ...] = ()
@@ -214,7 +214,7 @@ def body_of(
     Args:
         url_signer: signs large images' URLs, which are valid for an hour from now.
         queue: queue position, if known.
-        partial: output so far (`read_partial`), if not in the record.
+        partial: output so far (`read_partial`), if it is not in the record.
         is_deleted: True if the data is deleted, as in the result of `encode_end`.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
@@ -250,9 +250,9 @@ def body_of(
 
 
 def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
-    """Lets browsers and Replicate's Node client use the link without a key.
+    """Makes the link work without a key for browsers and Replicate's Node client.
 
-    The query is the same each time, because identical requests get identical responses.
+    The query is the same every time, because identical requests must get identical responses.
     """
     expires_s = int(prediction.deadline_s) + STREAM_LINK_S
     signed = url_signer.query(stream_key(prediction.record), EVENTS_TYPE, expires_s)
@@ -274,7 +274,7 @@ def output_of(
         ]
         return partial_output_of(prediction, chunks, url_signer) or None
     output = record.reply.output
-    if isinstance(output, ImagesResult):  # each has its own link
+    if isinstance(output, ImagesResult):  # each one has its own link
         return [
             _show_output(prediction, index, image, url_signer)
             for index, image in enumerate(output.images)
@@ -391,7 +391,7 @@ def read_printed_logs(record: Record) -> PrintedLogs:
 
 
 def logs_of(record: Record) -> str:
-    """Returns the text the model printed, or its progress in tqdm's format.
+    """Returns the text the model printed, or else its progress in tqdm's format.
 
     Replicate's clients parse the latter. Empty if there is neither.
     """

@@ -29,7 +29,7 @@ class AmqpLink:
 
     @property
     def url(self) -> str:
-        """The setting `broker` for clients that connect through this link."""
+        """The `broker` setting for clients that connect through this link."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self._port}/"
 
     @property

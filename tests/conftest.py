@@ -32,7 +32,7 @@ from tests.rabbitmq import needs_rabbitmq
 from tests.tiers import QUICK_EXAMPLES, QuickTests, has_none_of
 
 if TYPE_CHECKING:
-    # OpenTelemetry, which every process in a run would import although few tests need it.
+    # Otherwise, every process in a run would import OpenTelemetry, although few tests need it.
     from tests.kept_spans import KeptSpans
     from tests.otlp import Collector
 
@@ -95,8 +95,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Returns a bytes parameter's length as its id. None leaves other values to pytest.
 
-    Two processes collect the tests and must get the same names. Packed bytes contain the second in
-    which they were packed.
+    Two processes collect the tests and must get the same names. Packed bytes record the second when
+    they were packed.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -143,9 +143,9 @@ def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which workers store their choice of backend, for all processes in this run.
+    """Folder where workers store their choice of backend, for all processes in this run.
 
-    The first process spends about ten seconds measuring; the others need not.
+    The first process spends about ten seconds measuring; the others don't have to.
     """
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "artifacts"

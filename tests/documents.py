@@ -51,7 +51,7 @@ def pages_pdf(
 
     Args:
         contents: one content stream per page, as PDF objects.
-        things: objects that pages may draw, by name.
+        things: objects that pages may draw, keyed by name.
         is_shared: True if every page may draw all of the objects. False if each page has one, in
             order.
     """

@@ -58,7 +58,7 @@ class GatedLink:
         self._writers.clear()
 
     def open(self) -> None:
-        """Forwards held and later requests immediately."""
+        """Forwards held requests, and any that arrive later, immediately."""
         self.is_open = True
         self.pass_on()
 

@@ -1,4 +1,4 @@
-"""Progressive JPEGs with many scans: small files that are a lot of work to decode."""
+"""Progressive JPEGs with many scans: small files that take a lot of work to decode."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Collector:
             ]
 
     def stages(self, trace_id: str, wanted: set[str]) -> dict[str, ReceivedSpan]:
-        """A trace's spans by stage, once all the `wanted` stages have arrived."""
+        """Returns a trace's spans, keyed by stage, once all the `wanted` stages have arrived."""
         self.until(lambda: {span.stage for span in self.of_trace(trace_id)} >= wanted)
         return {span.stage: span for span in self.of_trace(trace_id)}
 

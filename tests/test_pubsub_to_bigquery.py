@@ -51,7 +51,7 @@ class Export:
     async def rows(
         self, sql: str, is_enough: Callable[[list[tuple[Any, ...]]], bool]
     ) -> list[tuple[Any, ...]]:
-        """A query's result, once it has enough rows."""
+        """Returns a query's result once it has enough rows."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 result = await asyncio.to_thread(lambda: self.server.client().query(sql).result())

@@ -2,7 +2,7 @@
 
 A test is quick unless its file, or the test itself, is marked `slow`. Quick tests that use more
 than QUICK_LIMIT_S of CPU time are listed at the end of a run. They fail the run only in CI, where
-the variable `CI` is set, because the same test may take longer on another machine. Neither
+the `CI` variable is set, because the same test may take longer on another machine. Neither
 wall-clock time nor load counts. Time spent in a shared fixture does not count, because any test
 might have been the first to use it.
 """

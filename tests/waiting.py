@@ -1,4 +1,4 @@
-"""Waits for conditions for which the product has no event."""
+"""Waits for conditions that the product has no event for."""
 
 import asyncio
 import time

@@ -83,7 +83,7 @@ def main() -> int:
             deny_inspection()  # custom classes run as the same user
         uvloop.run(
             serve(settings, list({model.name: model for model in models}.values()), catalog)
-        )  # an alias may repeat a model
+        )  # an alias can repeat a model
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
         return 2
@@ -138,7 +138,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     """Returns a worker's process and thread counts.
 
     Args:
-        of_first: the layout that would be chosen for the first model by itself.
+        of_first: the layout that would be chosen if the first model ran by itself.
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
@@ -209,8 +209,8 @@ async def _open(
 ) -> Worker:
     """Opens every part.
 
-    Row writers are opened first, because an earlier process may have left rows behind, and closed
-    last.
+    Row writers are opened first, because an earlier process may have left rows behind, and are
+    closed last.
     """
     models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))

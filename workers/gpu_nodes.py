@@ -1,8 +1,8 @@
-"""`python -m workers.gpu_nodes`: empties nodes whose GPU has failed, one deployment per cluster.
+"""`python -m workers.gpu_nodes`: empties nodes whose GPU has failed; one deployment per cluster.
 
 A device plugin or node-problem-detector reports the failure as a node condition. Nothing else acts
 on it, because GKE's node auto-repair checks only `Ready` and disks, and a failing pod is restarted
-on the same GPU. This process therefore cordons the node and evicts its pods, like `kubectl drain`
+on the same GPU. This process therefore cordons the node and evicts its pods, as `kubectl drain`
 does. Evictions respect disruption budgets, pods drain and hand back their jobs, and replacements
 are scheduled elsewhere. The cluster autoscaler deletes the empty node.
 

@@ -1,7 +1,7 @@
 """A worker's measurements of itself: Prometheus metrics and utilization.
 
 Utilization is used for the `worker_hours` table and the autoscaler. `ProcessTimes` measures
-utilization, so that idle GPU time is attributed too. `UtilizationReports` writes a report every
+utilization so that idle GPU time is attributed as well. `UtilizationReports` writes a report every
 five minutes and at shutdown. A worker that is killed loses only the time since its last report,
 which is at most five minutes. The worker's event loop updates `BusyRatio`, and the thread that
 serves scrapes reads it.
@@ -139,7 +139,7 @@ ratio would lag behind the load.
 """
 DIGITS = 3
 """Decimal places in a busy share. A decaying average never reaches 0, but an idle worker's share
-must.
+must reach it.
 """
 
 
@@ -156,8 +156,7 @@ class BatchMetrics:
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms covers all items processed together. Each item reports it when the item
-        # finishes.
+        # inference_ms covers all items processed together. Each item reports it when it finishes.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
@@ -177,7 +176,7 @@ def steady_clock() -> Callable[[], float]:
 
 @dataclass(slots=True)
 class TimeReport:
-    """Activity since `since_s`, within one hour. Unix seconds."""
+    """Activity since `since_s`, all within one hour. Unix seconds."""
 
     since_s: float
     until_s: float = 0.0
@@ -193,7 +192,7 @@ class TimeReport:
 
 
 class ProcessTimes:
-    """Adds up the time model processes spend in each state.
+    """Adds up the time that model processes spend in each state.
 
     Starts with one process, which is loading.
     """
@@ -350,7 +349,7 @@ class _State(NamedTuple):
 
     at_s: float
     running: float
-    """Fraction of the processes that are running a batch. A batch with both priorities is split
+    """Fraction of the processes that are running a batch. A batch with both priorities is divided
     between them.
     """
     average: float
@@ -378,7 +377,7 @@ class BusyRatio:
         self._of = {priority: _State(clock(), 0.0, 0.0) for priority in PRIORITIES}
 
     def publish(self) -> None:
-        """Exposes the ratios to scrapes from now on. There are none until the first call."""
+        """Exposes the ratios to scrapes from now on. None are exposed until the first call."""
         for priority in PRIORITIES:
             BUSY_RATIO.labels(priority).set_function(partial(self.read, priority))
 

@@ -59,7 +59,7 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
 
 
 def _choose_revisions(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Returns the repositories and revisions to copy, with the models that use each of them."""
+    """Returns the repositories and revisions to copy, along with the models that use each one."""
     requested = {catalog.find(name).name for name in names}
     models = [model for model in catalog.deployed if not names or model.public_name in requested]
     revisions: dict[tuple[str, str], list[str]] = {}
@@ -109,7 +109,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
         folder = download_from_hub(repository, revision, Path(cache))
         if _is_there(store, list_of(repository, revision)):
-            # Until then, a worker that starts uses the Hub instead of a partial copy.
+            # Until then, any worker that starts up uses the Hub rather than a partial copy.
             obstore.delete(store, listed)
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

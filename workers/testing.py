@@ -61,7 +61,10 @@ _INBOX = "testing"
 
 @dataclass
 class WorkerUnderTest:
-    """A running worker as its callers see it. `rows`: the rows it would send to BigQuery."""
+    """A running worker as its callers see it.
+
+    `rows`: the rows that the worker would send to BigQuery.
+    """
 
     broker: InMemoryBroker
     entry: Model
@@ -131,14 +134,14 @@ async def running_worker(
     """Runs a worker with one model until the context exits. Creates the topics it needs.
 
     Args:
-        broker: shared with everything that sends the worker jobs.
+        broker: shared with everything that sends jobs to the worker.
         entry: the model's catalog entry, with its task, name, and batch budget.
         folder: the model's files. Required if `preparer` or `model` is omitted.
         preparer: prepares the inputs. Defaults to the task's preparer.
         model: creates the model, not yet loaded. Defaults to the task's model, on the CPU.
         redis_url: Redis for records, token streams, and results. Defaults to no Redis.
         objects_url: where large results are stored. An API needs the same value to find them.
-        catalog: models available to later flow steps. Defaults to this model only.
+        catalog: models available to later flow steps. Defaults to just this model.
 
     Raises:
         ConfigurationError: the model rejects its folder or its entry.
@@ -147,7 +150,8 @@ async def running_worker(
     """
     if folder is None and (preparer is None or model is None):
         raise ValueError("without a folder, both preparer and model are required")
-    # Not the working directory, because all file sizes are added up, and it may be large.
+    # Not the working directory, because the sizes of all its files are added up, and it may be
+    # large.
     files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
     thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
@@ -246,7 +250,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. The text that a process would print on dying becomes the output."""
+        """Runs the server. The text that a process would print when it dies becomes the output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:
@@ -254,7 +258,7 @@ class _ModelThread:
                 ModelServer(connection, models, [StepRoom(self._entry)]).run()
         except Exception:
             printed = traceback.format_exc().encode()
-        with suppress(RuntimeError):  # the loop is closed, so nothing reads it
+        with suppress(RuntimeError):  # the loop is closed, so nothing will read it
             loop.call_soon_threadsafe(output.feed_data, printed)
             loop.call_soon_threadsafe(output.feed_eof)
 

@@ -55,8 +55,8 @@ LOST_GPUS_MAX = 2
 """The worker exits after this many consecutive model processes have lost their GPU.
 
 This happens before any item is given up on (workers/scheduling/priority_queue.py), so another
-worker computes everything held by this one. The first crash may have been caused by the item being
-computed.
+worker computes everything held by this one. The first crash may have been caused by whichever item
+was being computed.
 """
 
 
@@ -102,7 +102,7 @@ class Worker:
         self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
         """Each process's batches, oldest first."""
         self._idle: set[int] = set()
-        """Processes waiting for an item."""
+        """Processes that are waiting for an item."""
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
         self._lost_gpus = 0
@@ -134,7 +134,7 @@ class Worker:
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # they end only with an error
+                    task.result()  # they end only because of an error
                 await self._drain()
             finally:
                 await _cancel(tasks)
@@ -182,7 +182,7 @@ class Worker:
             subscribing = self._subscriber.subscribe(
                 subscription_id,
                 max_messages=max_messages,
-                # Half for messages held near the broker, and half for those in transit.
+                # Half is for messages held near the broker, and half is for those in transit.
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,
@@ -266,8 +266,8 @@ class Worker:
     def _may_send(self, process: PooledProcess, number: int, *, is_free: bool) -> bool:
         """Returns whether a model's next batch may be sent before the last one has finished.
 
-        A batch queued behind another must be full, because if it were formed later, more items
-        might have arrived by then. Idle processes have precedence.
+        A batch that is queued behind another must be full, because otherwise it could be formed
+        later, when more items might have arrived. Idle processes have precedence.
         """
         queue = self._queues[number]
         if not queue.waiting or (not is_free and (self._idle or not queue.has_full_batch)):
@@ -300,7 +300,10 @@ class Worker:
             metrics.RESIDENT.labels(consumer.model.name).set(holders)
 
     def _choose(self, process: PooledProcess, free_since_s: float) -> int | Idle:
-        """Returns the model to run next. Before switching, checks that its items are wanted."""
+        """Returns the model to run next.
+
+        Before switching, checks that the model's items are still wanted.
+        """
         while True:
             resident = process.residency.resident
             choice = self._scheduler.choose(resident, free_since_s, self._queues, time.time())

@@ -110,7 +110,7 @@ class AnthropicRoute(ErrorRoute):
 
 
 def error_reply(error: PenstockError, request_id: str | None = None) -> AnthropicErrorReply:
-    """Returns the body for `error`, which is also the event that ends a stream."""
+    """Returns the body for `error`, which also serves as the event that ends a stream."""
     status = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"]).status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = as_asked(error).public_message
@@ -118,7 +118,7 @@ def error_reply(error: PenstockError, request_id: str | None = None) -> Anthropi
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns the error, with a chat field replaced by the field that the client sent.
+    """Returns the error, with a chat field's name replaced by the name that the client sent.
 
     A prompt that is too long is rejected with Anthropic's wording, because clients and proxies
     check for it.
@@ -254,7 +254,7 @@ def _input(call: Any) -> dict[str, Any]:
     A model may generate something other than an object, or be cut off partway through.
     """
     try:
-        # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.
+        # Uses the request-body parser, which limits nesting and rejects lone surrogates.
         arguments = from_json(call.function.arguments)
     except ValueError:
         return {}

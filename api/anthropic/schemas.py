@@ -30,9 +30,9 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class CacheControl(Body):
-    """Marks the end of a prefix that may be cached.
+    """Marks the end of a cacheable prefix.
 
-    It has no effect, because every prefix may be cached.
+    It has no effect, because every prefix is cacheable.
     """
 
     type: Literal["ephemeral"]
@@ -314,7 +314,7 @@ class MessagesBody(CountBody):
         """Returns the equivalent chat request.
 
         Raises:
-            pydantic.ValidationError: some of the fields contradict each other.
+            pydantic.ValidationError: some of the fields conflict with each other.
         """
         return self.to_chat(
             max_completion_tokens=self.max_tokens,

@@ -146,7 +146,7 @@ class AnswerLog:
         return [answers[number] for number in numbers]
 
     async def forget(self, numbers: Sequence[int]) -> None:
-        """Forgets lines whose segment is written, and deletes logs that are no longer needed.
+        """Forgets lines whose segment has been written, and deletes logs that are no longer needed.
 
         The newest log is kept, because it contains the counts that callers see.
         """

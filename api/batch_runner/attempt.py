@@ -79,14 +79,14 @@ class LineAttempt:
 
     @property
     def operation(self) -> str:
-        """The name under which budgets count the line only once."""
+        """The name that lets budgets count the line only once."""
         name = f"{group_of(self.batch, self.segment)}/{self.line.number}"
         # Items that a run delivered count even if the run fails.
         return f"{name}-{self.number}" if self.line.request.is_run else name
 
     def build_request(self, inputs: Sequence[Input]) -> InferenceRequest:
         batch, line = self.batch, self.line
-        # If a line is computed twice, its row must be identical, including its timestamp.
+        # If a line is computed twice, both rows must be identical, including their timestamps.
         facts = RequestFacts(
             request_id=self.request_id,
             tenant=batch.tenant,

@@ -37,7 +37,7 @@ REPLY_LIMIT_S = 60.0
 """Time limit for encoding one line's images."""
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
-"""Extra time for this runner to read a run's outcome after its deadline has passed."""
+"""Extra time for this runner to read a run's outcome after the run's deadline has passed."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
 """The run timings included in an answer. Other timings would be measured from the batch's creation.
 """
@@ -49,8 +49,9 @@ class LineExecutor:
 
     Temporary failures are retried until the batch expires: a full instance, an unreachable broker,
     a missed deadline, a worker that gave up. If the rest of a budget is reserved, the line is
-    retried when a request finishes. If the budget is spent, or if nothing advances while other
-    batches wait, the line waits for its batch's next turn. An error in the line itself is final.
+    retried when a request finishes. If the budget is spent, or if nothing makes progress while
+    other batches wait, the line waits for its batch's next turn. An error in the line itself is
+    final.
 
     A flow line is a run: a prediction with a record. The run's ID is derived from the line, so a
     runner that takes over finds the run and waits for it to finish. Canceling the batch cancels the
@@ -113,8 +114,8 @@ class LineExecutor:
     ) -> LineAnswer | None:
         """Returns the answer to a line that has already been run, without running anything.
 
-        An unfinished flow run is canceled. Items are charged only if delivered, including flow
-        items.
+        An unfinished flow run is canceled. Items, including flow items, are charged only if
+        delivered.
 
         Args:
             batch: the batch, which is canceled or expired.

@@ -127,7 +127,7 @@ class BatchLine:
 
 
 def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
-    """Validates a line like a live request.
+    """Validates a line the same way as a live request.
 
     Raises:
         LineRefused: the line is invalid.

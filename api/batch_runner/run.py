@@ -41,7 +41,7 @@ MAX_LINES = 50_000
 MAX_INPUTS = 50_000
 """Maximum total number of texts or images in all lines, as in OpenAI's API."""
 MAX_ERRORS = 100
-"""Maximum number of errors reported. Reading stops at the last one."""
+"""Maximum number of errors reported. Reading stops once this many errors have been found."""
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024

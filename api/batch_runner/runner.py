@@ -63,9 +63,9 @@ POLL_S = 2.0
 """Interval between listings of open batches, because object stores charge for each listing."""
 MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
-"""How long a batch is left alone while another runner holds it."""
+"""How long to leave a batch alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
-"""How long a marker without a batch, left by an interrupted creation, is kept."""
+"""How long to keep a marker without a batch, left behind by an interrupted creation."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
@@ -333,7 +333,7 @@ async def open_runner(
 
     Args:
         transport: connection to the broker, not yet open.
-        admin: creates an inbox if no pool has one. Not yet open.
+        admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives rows for lines that no worker runs. Not yet open.
         lease_s: seconds after which another runner takes over from a dead one.
 

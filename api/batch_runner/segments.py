@@ -1,11 +1,11 @@
 """Runs a batch's lines for one turn.
 
 Lines start in order, within a window of items, and finish in any order, so a slow line does not
-hold up the others. Segments are written in order, each once it and all earlier segments are
+hold up the others. Segments are written in order, each as soon as it and all earlier segments are
 complete. Until then, answers are logged (api/batch_runner/answers.py).
 
-If a batch is canceled or expires, a runner that took over returns any answers from an earlier
-runner that can still be found. The other lines are not run and cost nothing.
+If a batch is canceled or expires, a runner that took over returns any of an earlier runner's
+answers that can still be found. The other lines are not run and cost nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ from shared.tenants.plan import Caller
 FLUSH_S = 1.0
 """Pause between answer logs."""
 BYTES_OF_AN_ITEM = 64 * 1024
-"""In the window, a line counts as at least one item per BYTES_OF_AN_ITEM in its request and answer.
+"""In the window, a line counts as at least one item per BYTES_OF_AN_ITEM bytes of its request and
+answer.
 """
 RECOVERED_AT_ONCE = 16
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files remembered as excluded from listings, so that they are not reread. They take 15
+"""Number of files to remember as excluded from listings, so that they are not reread. They take 15
 MB.
 """
 JSONL = "application/jsonl"
@@ -99,8 +99,8 @@ class BatchFiles:
         self._objects = objects
         self._storage = storage
         self._left_out: dict[StoredObject, _Facts] = {}
-        """Facts about excluded files, keyed by document, which changes whenever a file is written
-        again.
+        """Facts about excluded files, keyed by document; the document changes whenever a file is
+        rewritten.
         """
 
     @asynccontextmanager
@@ -267,7 +267,7 @@ class BatchFiles:
 
 
 class Upload:
-    """A file while its data is being received."""
+    """A file whose data is still being received."""
 
     def __init__(
         self,

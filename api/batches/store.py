@@ -232,7 +232,7 @@ class BatchStore:
         """Reads a log. Returns its answers, keyed by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
-        except BadInput:  # another runner has written its lines and deleted it
+        except BadInput:  # another runner already wrote out the log's lines and deleted it
             return {}
 
     async def delete_log(self, key: str) -> None:

@@ -3,7 +3,7 @@
 The dispatcher checks admission before it publishes. Tenants share each bound by weight
 (api/fair_room.py). The expected wait depends on how many items workers will run before the request,
 in fair order, and on the service rate (shared/models/service_rate.py). Estimates can be wrong, so a
-request is always admitted when nothing is in flight, which lets the rate be measured again.
+request is always admitted when nothing is in flight, so that the rate can be measured again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 BATCH_SHARE = 0.5
 """Capacity for `batch` priority relative to `interactive` priority."""
 INTERACTIVE_SHARE = 0.75
-"""Minimum share of a worker's time for `interactive` priority while items of both wait.
+"""Minimum share of a worker's time for `interactive` priority while both have items waiting.
 
 Batches that contain urgent batch jobs get at most the remaining time
 (workers/scheduling/priority_queue.py).
@@ -226,7 +226,10 @@ def _describe_held(room: FairRoom, demand: Demand) -> str:
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
-    """Returns how many items leave before the demand's last item. Only exact if over `enough`."""
+    """Returns how many items leave before the demand's last item.
+
+    The number is only exact if it exceeds `enough`.
+    """
     if demand.priority == "batch":
         # This priority gets whatever time interactive work leaves free.
         return rooms.total + demand.items - 1

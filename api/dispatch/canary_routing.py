@@ -1,4 +1,4 @@
-"""Chooses the model revision for each request, and rolls canaries back.
+"""Chooses the model revision for each request, and rolls back canaries.
 
 A revision withdrawn by an operator receives no requests (shared/stores/withdrawals.py).
 

@@ -462,7 +462,7 @@ class Dispatcher:
         )
 
     def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
-        """Writes rows for items that no worker writes."""
+        """Writes the rows that no worker writes."""
         request = state.request
         ours = [
             completion.outcome

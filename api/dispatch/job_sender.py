@@ -290,7 +290,7 @@ class JobSender:
             raise
         except BadInput as error:
             job.is_sent = False
-            # The caller's input is already validated, so a rejection must concern the topics.
+            # The caller's input is already validated, so a rejection must be about the topics.
             raise Unavailable(f"the broker rejected the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
@@ -374,7 +374,8 @@ async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: floa
 
     A canary's job goes to the other revision if the canary has no topic.
 
-    This lets instances learn of a canary before its topic is created and after it is deleted.
+    This covers instances that route to a canary before its topic is created or after its topic is
+    deleted.
 
     Raises:
         PenstockError: the broker did not accept it.

@@ -132,11 +132,11 @@ class ModelWindow:
     """The window for one model and priority, as this instance sees it.
 
     Args:
-        rate: the model's service rate, as measured.
+        rate: the model's measured service rate.
         floor: minimum size, in items: the maximum that one model process takes at once.
         broker_wait_s: seconds that jobs may wait at the broker.
-        round_trip: measured round trip to the broker. A job and its reply each take one, assuming
-            that all workers are equally far away.
+        round_trip: measured round trip to the broker. A job and its reply each take one round trip,
+            assuming that all workers are equally far away.
         is_guess_used: True to derive the size from an assumed rate until the rate is measured.
             Items above the floor may then stay at the broker for as long as an item takes to run,
             with other tenants' items queued after them.
@@ -381,7 +381,7 @@ class PublishWindow:
                 BATCHES_HELD * model.usual_batch.max_items,
                 self._broker_wait_s,
                 self._round_trip,
-                # Generating a text may take minutes.
+                # Generating text may take minutes.
                 is_guess_used=not model.definition.shares_weights,
             )
         return window
@@ -440,7 +440,7 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Reports and reads, once, the state of each model with current or recent work here."""
+        """Reports and reads the state, once, of each model with current or recent work here."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()

@@ -60,7 +60,7 @@ async def open_pipeline(
 
     Args:
         transport: connection to the broker, not yet open.
-        admin: creates an inbox if no pool has one. Not yet open.
+        admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives the rows written by this process. Not yet open.
         instance: process ID.
         images: compares a canary's images with the other revision.

@@ -54,8 +54,8 @@ class Readiness:
     """Probes the broker and Redis, each with a time limit.
 
     Args:
-        records_url: URL of the Redis for records, which may be the same Redis. It must not evict
-            keys without an expiry.
+        records_url: URL of the Redis server for records, which may be the same server. It must not
+            evict keys without an expiry.
         keys_status: returns `ok`, `not required`, or the reason API keys can't be checked.
     """
 

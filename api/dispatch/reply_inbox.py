@@ -133,7 +133,7 @@ class InboxPool:
     wrong instance until Redis responds again. The affected requests then read the record.
 
     Args:
-        redis_url: the Redis with the leases.
+        redis_url: the Redis server that holds the leases.
         first: the first inbox's number. Regions with separate Redis servers use separate ranges.
         size: number of inboxes in the pool.
         lease_s: a lease expires if it is not renewed for this long.

@@ -1,8 +1,8 @@
 """Examples of requests and replies in the OpenAPI document.
 
 The keys in examples.json are schema names, methods with a path, such as `GET /v1/hardware`, and
-required parameters, such as `{file_id}`. A media type other than JSON follows the path. A path
-comes before a parameter that has a special value there.
+required parameters, such as `{file_id}`. A media type other than JSON follows the path. A parameter
+that has a special value on a path is preceded by the path.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class FastRoute(APIRoute):
     """True if the endpoint itself handles an Idempotency-Key."""
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """Returns the response to one of the EXPECTED_ERRORS."""
+        """Returns the response for one of the EXPECTED_ERRORS."""
         return await handle_error(request, error)
 
 

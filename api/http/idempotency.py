@@ -54,7 +54,7 @@ async def run_idempotent(
     """Handles a request with the header: runs `endpoint` or returns the stored response.
 
     Args:
-        answer_error: returns the response to one of EXPECTED_ERRORS that `endpoint` raised.
+        answer_error: returns the response for one of the EXPECTED_ERRORS raised by `endpoint`.
 
     Raises:
         Unauthorized: the API key is missing or invalid.

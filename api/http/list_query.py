@@ -45,7 +45,7 @@ def model_name(text: str) -> str:
 
 
 def unix_s(moment: datetime | None, default_s: float) -> float:
-    """Returns a time in Unix seconds. A time without a time zone is taken as UTC."""
+    """Returns a time in Unix seconds. A time without a time zone is assumed to be UTC."""
     if moment is None:
         return default_s
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

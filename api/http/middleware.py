@@ -5,10 +5,10 @@ the memory and connections that request bodies may occupy, in total and per tena
 (`receive`) lasts from its arrival until the response ends. It does not include the URL, query or
 headers, because callers put texts and keys there by mistake.
 
-All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
-at any time, and at each `await`, every other request would otherwise wait for all of these chunks.
-For this reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A
-single tenant loses nothing, because iterations of an idle loop are short.
+All requests in an instance share one event loop. A tenant with many uploads always has many chunks
+ready, and at each `await`, every other request would otherwise wait for all of them. For this
+reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A single
+tenant loses nothing, because iterations of an idle loop are short.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""Maximum number of characters repeated from an invalid value in an error."""
+"""Maximum number of characters from an invalid value to repeat in an error."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)

@@ -131,7 +131,7 @@ class IdempotencyService:
         Canceling the call does not cancel `compute`.
 
         Args:
-            compute: computes the response. Called at most once, and only if none is stored.
+            compute: computes the response. Called at most once, and only if no response is stored.
             wait_s: maximum seconds to wait for another request that is computing the response.
 
         Raises:
@@ -219,7 +219,7 @@ class IdempotencyService:
     async def _complete(
         self, request: IdempotentRequest, claim_id: str, response: StoredResponse
     ) -> StoredResponse:
-        """Stores the response, and returns the stored one.
+        """Stores the response, and returns whichever response is stored.
 
         If Redis is unreachable, returns the response without storing it.
         """

@@ -5,10 +5,11 @@ An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the 
 its instance keeps renewing the lease. One call renews all of an instance's leases. Only Redis's
 clock is used, so instances' clocks don't need to agree.
 
-Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
-must be kept. Each new entry removes a few expired entries, found through an index. All responses
-share a byte budget (shared/stores/retention.py). Claims do not count toward it, because only
-crashed instances leave claims without a response. The scripts are in *.lua files in this package.
+Entries do not have a TTL, because a full Redis server evicts keys with a TTL (volatile-lru), and
+responses must be kept. Each new entry removes a few expired entries, found through an index. All
+responses share a byte budget (shared/stores/retention.py). Claims do not count toward it, because
+only crashed instances leave claims without a response. The scripts are in *.lua files in this
+package.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class KeyClaim(NamedTuple):
 
 
 class IdempotencyStore(RedisStore):
-    """The entries in one Redis. An async context manager that opens quickly, with or without Redis.
+    """The entries in one Redis server.
+
+    An async context manager that opens quickly, with or without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.

@@ -181,7 +181,8 @@ class ImageCodec:
             png: the image from the worker.
             quality: 0 to 100, for jpeg and webp.
             deadline_s: Unix time at which to stop the work.
-            is_new: True if the call may be rejected. The current request's results may not be.
+            is_new: True if the call may be rejected. The current request's results must not be
+                rejected.
             tenant: the tenant whose turn is used. All unknown callers share the empty tenant.
 
         Raises:

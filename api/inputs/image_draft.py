@@ -66,7 +66,7 @@ class ImageSource(NamedTuple):
 class ImageDraft:
     """One request's images, while the files are being fetched and prepared.
 
-    Call `fetch` first, and then `first`.
+    Call `fetch` before `first`.
 
     Args:
         body: the parameters, validated with `check_guides` and `check_accepted`.

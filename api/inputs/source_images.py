@@ -205,7 +205,7 @@ class SourceImages:
     async def fetch_for_workers(
         self, url: str, caller: ImageCaller, field: str, rules: FileRules, keep_s: float
     ) -> tuple[str, str]:
-        """Fetches a file that only workers read from another server.
+        """Fetches, from another server, a file that only workers read.
 
         Args:
             keep_s: how many seconds to remember the file, so that it is not downloaded again.
@@ -278,7 +278,7 @@ class SourceImages:
         """Stores a data: URI's data as a file, and returns its URL.
 
         Records do not contain files. The file is kept as long as the prediction and is named after
-        its input, the name used in errors.
+        its input, as in error messages.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.

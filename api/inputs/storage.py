@@ -8,7 +8,7 @@
 
 Stored files are counted by listing them, so a count can't be lost or stay wrong for long. An upload
 first writes a reservation, then counts the files and the other reservations. Every upload sees all
-reservations written before it counted, so concurrent uploads never exceed the quota together, no
+reservations written before it counted, so concurrent uploads together never exceed the quota, no
 matter how many instances there are. If little room is left, several uploads may be rejected even
 though one of them would have fit. A reservation left behind by a dead instance expires.
 
@@ -70,7 +70,7 @@ period.
 """
 _WHAT_TO_DO = "delete files that you no longer need or wait for them to expire"
 ABANDONED_S = 3600.0
-"""How long before data without a document, left by an interrupted upload, is removed."""
+"""How long to keep data without a document, left behind by an interrupted upload."""
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
 FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")

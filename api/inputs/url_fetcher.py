@@ -5,8 +5,8 @@ A body is stored in the object store as it arrives, so even a large body needs o
 for one part. Bytes, time, redirects, and concurrent fetches are limited.
 
 A file with an ETag is not downloaded again as long as its request exists, because a repeated
-request only asks whether the file has changed. On each instance, a tenant's concurrent requests for
-the same URL share one download.
+request only checks whether the file has changed. On each instance, a tenant's concurrent requests
+for the same URL share one download.
 """
 
 from __future__ import annotations
@@ -445,7 +445,7 @@ class _Fetch:
 
         Raises:
             BadInput: the response does not meet the requirements.
-            FetchFailed: the server has a problem.
+            FetchFailed: the server reported a problem.
         """
         if answer.status >= 500 or answer.status in (408, 425, 429):
             raise FetchFailed(f"{answer.url.host} returned {answer.status}")
@@ -571,7 +571,7 @@ def _media_type(answer: ClientResponse) -> str:
 
 
 def _name_of(answer: ClientResponse, requested_url: str) -> str:
-    """Returns the name sent by the server, or otherwise the last part of the requested path."""
+    """Returns the name sent by the server, or else the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
     # The parser raises on a mix of numbered and unnumbered name parts, and on some charsets.

@@ -3,8 +3,9 @@
 An account groups the counters that apply to one caller and model: the tenant's, the key's, and the
 requested model's.
 
-In Redis, a single script takes from several limits. The script (take.lua) defines how windows,
-months, and slots are counted. Only Redis's clock is used, so instances' clocks don't need to agree.
+In Redis, a single script takes amounts from several limits. The script (take.lua) defines how
+windows, months, and slots are counted. Only Redis's clock is used, so instances' clocks don't need
+to agree.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -270,7 +271,9 @@ class RowsAsk(NamedTuple):
     seen: float = 0.0
     """`used` minus `raised` at that reading."""
     lowers: bool = False
-    """Also subtract the excess over the rows, if no request in flight has reserved any."""
+    """Also subtract the excess over the rows, if no request in flight has reserved any of the
+    budget.
+    """
 
 
 class BudgetReading(msgspec.Struct, frozen=True):
@@ -308,7 +311,9 @@ _readings = msgspec.json.Decoder(list[BudgetReading])
 
 
 class LimitStore(RedisStore):
-    """The counts in one Redis. An async context manager that opens quickly even without Redis.
+    """The counts in one Redis server.
+
+    An async context manager that opens quickly even without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.

@@ -37,7 +37,7 @@ CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 RETRY_S = 60.0
 """Pause after a check fails or can't read the rows."""
 SETTLE_S = 10.0
-"""Age by which a new Redis has received every instance's report of spending without Redis. An
+"""Age by which a new Redis server has every instance's report of spending without Redis. An
 instance notices within MAX_RETRY_S that Redis is back, and reports on its next round trip.
 """
 log = logging.getLogger(__name__)

@@ -223,7 +223,7 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Records the items' outcomes. Work and cost count as they were charged.
+        """Records the items' outcomes. Work and cost count as charged.
 
         Work for an undelivered response counts, but costs nothing.
 

@@ -654,7 +654,7 @@ async def open_limiter(
     """Opens a limiter, which `stack` closes.
 
     Args:
-        redis_url: URL of the Redis in which all instances count.
+        redis_url: URL of the Redis server in which all instances count.
         publisher: sends warnings. It must outlive the limiter.
         instances: number of instances to assume until Redis reports the number. 0 means only this
             instance.

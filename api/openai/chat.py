@@ -109,7 +109,7 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(self, added: AddedText) -> bytes | None:
-        """Returns the event for new text. Text that may be the start of a tool call is held back.
+        """Returns the event for new text. Text that might be the start of a tool call is held back.
 
         If a call is required, its arguments are sent as they are generated.
         """

@@ -51,8 +51,8 @@ class _LongText(NamedTuple):
     def inputs(self) -> list[TextInput]:
         """One item per window.
 
-        Each item is identical to one sent for the same text by itself, so both share cache entries
-        and batches.
+        Each item is identical to an item for the same text sent by itself, so the two share cache
+        entries and batches.
         """
         return [
             TextInput(self.text[window.start : window.end], "none" if window.is_exact else "end")

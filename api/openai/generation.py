@@ -258,7 +258,7 @@ def read_cut_call(
         return text, None
     arguments = _ARGUMENTS.match(text, cut_call.end())
     written = text[arguments.end() :] if arguments else ""
-    # the call is complete, and more were supposed to follow
+    # the call is complete, and more calls were supposed to follow
     with contextlib.suppress(ValueError, RecursionError):
         written = written[: _decoder.raw_decode(written)[1]]
     call = CalledTool(_id_of(id_seed), CalledFunction(cut_call["name"], written))

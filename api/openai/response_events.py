@@ -284,7 +284,7 @@ def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns the error, with the chat field replaced by the field that the client sent."""
+    """Returns the error, with the chat field's name replaced by the name that the client sent."""
     field = _FIELDS_OF_CHATS.get(error.field or "")
     if field is None:
         return error

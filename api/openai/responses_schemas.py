@@ -569,7 +569,7 @@ class ResponseBody(Body):
         """Returns the equivalent chat request.
 
         Raises:
-            pydantic.ValidationError: some of the fields contradict each other.
+            pydantic.ValidationError: some of the fields conflict with each other.
         """
         instructions = (
             [{"role": "system", "content": self.instructions}] if self.instructions else []

@@ -81,7 +81,7 @@ async def list_chats(
         for candidate in call.visible_models(catalog)
         if model in ("", candidate.name)
     }
-    # Reads only one item more than fits on the page, no matter how many there are.
+    # Reads only one more item than fits on the page, no matter how many there are.
     chats: list[dict[str, Any]] = []
     every = _iterate_chats(call.tenant, after, predictions, is_ascending=order == "asc")
     async with aclosing(every) as snapshots:

@@ -190,7 +190,7 @@ def events_of(
 ) -> list[StreamEvent]:
     """Returns all of a prediction's events so far, in order.
 
-    Printed text is combined into one event with the part that a reader at `seen` lacks.
+    Printed text is combined into one event, which contains the part that a reader at `seen` lacks.
     """
     prediction, record = snapshot
     events = []

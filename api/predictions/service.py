@@ -102,7 +102,7 @@ class PredictionsRead(NamedTuple):
 
 
 class Predictions:
-    """All tenants' predictions, in one Redis. An async context manager.
+    """All tenants' predictions, in one Redis server. An async context manager.
 
     Args:
         inbox: receives replies to this instance.

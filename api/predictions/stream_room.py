@@ -28,7 +28,7 @@ class StreamRoom:
         """Reserves room for one of this tenant's streams.
 
         Raises:
-            Overloaded: the room is full.
+            Overloaded: there is no room.
         """
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):

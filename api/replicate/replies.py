@@ -98,8 +98,8 @@ class PredictionReply(msgspec.Struct):
     error: str | None
     metrics: PredictionTimes
     queue: QueueReply | None
-    """Null if unknown: once a worker has taken the prediction, in lists, and in the response that
-    creates it.
+    """Null if unknown: after a worker has taken the prediction, in lists, and in the response to
+    the request that creates it.
     """
     data_removed: bool
     created_at: Moment

@@ -52,7 +52,7 @@ def read_question(
     Args:
         tenants: the tenants whose rows the caller may see. None means all tenants.
         tasks: tasks whose rows are requested. None means all tasks.
-        is_of_costs: True if costs are requested, which support different groups.
+        is_of_costs: True if costs are requested, which support different groupings.
 
     Raises:
         BadInput: a value is missing or invalid. `field` is its name.

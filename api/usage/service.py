@@ -44,7 +44,7 @@ MAX_ROWS = 5_000
 class QueryPermits:
     """Limits and orders the queries that tenants run in BigQuery.
 
-    A tenant that is the only one runs two queries at a time, leaving two threads free
+    A tenant that has the queue to itself runs two queries at a time, leaving two threads free
     (shared/process/concurrency.py).
     """
 

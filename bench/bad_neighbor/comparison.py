@@ -193,7 +193,7 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
 def _figures(line: Beside) -> list[Figure]:
     alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
-    # On one machine, eight surfaces at once share its cores, which the pipeline can't divide.
+    # Eight surfaces at once share one machine's cores, which the pipeline can't divide.
     bound = () if line.is_of_all else ("<=", line.limit_ms)
     return [
         Figure(f"{line.name}: quiet alone, p99", alone, "ms"),

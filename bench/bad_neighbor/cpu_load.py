@@ -53,7 +53,7 @@ Parts = dict[str, dict[int, CpuTime]]
 
 
 def cpu_times(leaders: Mapping[str, int]) -> Parts:
-    """Returns the totals so far, by part and process, of the sessions led by `leaders`."""
+    """Returns totals so far for the sessions led by `leaders`, by part and process."""
     return {name: _family(pid) for name, pid in leaders.items()}
 
 

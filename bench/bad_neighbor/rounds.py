@@ -48,7 +48,7 @@ CLIENT = "client"
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures each surface, then all at once. Takes about half an hour.
+    """Measures each surface, then all of them at once. Takes about half an hour.
 
     With `quick`, it takes six minutes and skips all surfaces at once.
     """

@@ -40,8 +40,8 @@ SETTLED_S = 3.0
 """How long after the last text to wait for its rows and leases to be finished."""
 IDLE_S = 10.0
 LAST_ID = 399
-"""The token that ends a text generated with random weights. A likely token would end most texts at
-once.
+"""The token that ends a text generated with random weights. A likely token would end most texts
+immediately.
 """
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 

@@ -1,4 +1,4 @@
-"""200 prompts with JSON schemas of different kinds, through the stack: are all outputs valid?
+"""Sends 200 prompts with various JSON schemas through the stack, and validates all outputs.
 
 Each is checked by `jsonschema`, including the formats it supports. Schemas are bounded, so that a
 text ends before `max_tokens`.

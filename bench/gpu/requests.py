@@ -1,8 +1,8 @@
 """Images as customers request them: with masks, adapters (LoRA) and ControlNets.
 
-First, the cost of each feature: four images of Stable Diffusion 1.5's size with and without it,
-alternately. Then the shipped model draws all kinds in one running batch, which images join and
-leave, and their pixels are compared with each image's pixels when drawn alone.
+First, it measures the cost of each feature: four images of Stable Diffusion 1.5's size, drawn with
+and without it, alternately. Then the shipped model draws all kinds in one running batch, which
+images join and leave, and their pixels are compared with each image's pixels when drawn alone.
 """
 
 from __future__ import annotations

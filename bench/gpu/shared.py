@@ -63,7 +63,7 @@ async def _measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[s
 
 
 async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:
-    """Returns batches per second, one after another. The first one is not counted."""
+    """Returns batches per second, run one after another. The first one is not counted."""
     process, batch = load
     await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
     began_s, count = time.perf_counter(), 0

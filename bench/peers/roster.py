@@ -37,8 +37,8 @@ class Contender:
         environment: variables to add to this process's environment. The same placeholders are
             filled in.
         entry: fields of Penstock's catalog entry for the model that differ from the shipped one.
-        broker: `rabbitmq` uses a RabbitMQ on this machine. A peer's commands and environment get
-            its port as `{broker}`.
+        broker: `rabbitmq` uses a RabbitMQ server on this machine. A peer's commands and environment
+            get its port as `{broker}`.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""The measurement: all contenders are up, but only one is awake at a time; same texts for all."""
+"""The measurement: all contenders are up, with one awake at a time, and get the same texts."""
 
 from __future__ import annotations
 

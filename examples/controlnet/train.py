@@ -1,11 +1,11 @@
 """`python -m examples.controlnet.train FOLDER`: trains a ControlNet and writes a diffusers folder.
 
-It draws the shapes of models/shapes along the given edges. It starts as a copy of the UNet's first
-half whose outputs are zero (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and is trained
-like the UNet: velocity prediction weighted by min-SNR. The UNet does not change. Half of the
-captions are dropped, so that it learns to read the edges.
+The ControlNet draws the shapes from models/shapes along the given edges. It starts as a copy of the
+UNet's first half whose outputs are zero (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and
+is trained like the UNet: velocity prediction weighted by min-SNR. The UNet does not change. Half of
+the captions are dropped so that it learns to read the edges.
 
-Workers make the same edges from `control_image` with `preprocessor: canny`.
+Workers make the same kind of edges from `control_image` with `preprocessor: canny`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ UNTOLD = 0.5
 
 @dataclass(frozen=True)
 class ControlPlan:
-    """Length and size of the training."""
+    """Training length and size."""
 
     steps: int = 800
     batch: int = 16
@@ -93,7 +93,7 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
 def _open(control: Any) -> None:
     """Scales edges to the latents' magnitude from the start. Only the outputs start at zero.
 
-    With zeros here too, as in diffusers, it didn't react to edges after 140 steps.
+    If these also started at zero, as in diffusers, it didn't react to edges after 140 steps.
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()

@@ -1,4 +1,4 @@
-"""Runs the shipped flow from a document to pages, text and vectors, with real weights."""
+"""Runs the shipped flow with real weights, from a document to pages, text and vectors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def embedded(stack: Stack, texts: list[str]) -> Any:
 
 
 def document() -> bytes:
-    """Returns a scan of the pages above, with an empty page in the middle."""
+    """Returns a scan of the pages above, with a blank page in the middle."""
     first, second = ([title, *lines] for title, lines in PAGES.items())
     return scan_of(report([first, ["", ""], second]))
 

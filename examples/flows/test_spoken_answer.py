@@ -1,4 +1,4 @@
-"""Runs the shipped flow from a spoken question to an answer and its audio, with real weights."""
+"""Runs the shipped flow with real weights, from a spoken question to an answer and its audio."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_spoken_question_gets_a_spoken_answer(stack: Stack, client: openai.Ope
 
 
 def _assert_charged(stack: Stack, shown: dict[str, Any]) -> None:
-    """Asserts that each step has a row, and that the rows add up to the price of the run."""
+    """Asserts that each step has a row and that the rows add up to the price of the run."""
     with connected(stack.settings.bigquery_endpoint, stack.settings.project) as bigquery:
         rows = Rows(bigquery, stack.settings.dataset).of([shown["id"]], len(STEPS))
     by_step = {row["step"]: row for row in rows}

@@ -126,7 +126,7 @@ def read_image(path: Path) -> Image.Image:
     """Returns an image, upright and in RGB.
 
     Raises:
-        InvalidInput: it can't be read.
+        InvalidInput: the image can't be read.
     """
     try:
         with Image.open(path, formats=FORMATS) as opened:
@@ -146,7 +146,7 @@ def prepared(image: Image.Image) -> Tensor:
 
 
 def read_names() -> list[str]:
-    """Returns class names in the network's order: names of WordNet synsets."""
+    """Returns class names in the network's order, as names of WordNet synsets."""
     lines = (WEIGHTS / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
     names = dict(line.split("\t") for line in lines)
     order = (WEIGHTS / "imagenet_synsets.txt").read_text(encoding="utf-8").split()

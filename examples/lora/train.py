@@ -1,9 +1,9 @@
 """`python -m examples.lora.train FOLDER`: trains a style (LoRA) and writes one safetensors file.
 
-The style is ink: black figures on white paper, whatever colors a caption names. Its low-rank layers
-(Hu et al. 2021, https://arxiv.org/abs/2106.09685) are created by PEFT, alongside the UNet's linear
-layers. They are trained like the UNet, on pairs of an inked scene and its caption. The UNet does
-not change.
+The style is ink: black figures on white paper, whatever colors the caption names. Its low-rank
+layers (Hu et al. 2021, https://arxiv.org/abs/2106.09685) are created by PEFT, alongside the UNet's
+linear layers. They are trained like the UNet, on pairs of an inked scene and its caption. The UNet
+does not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FILE = "ink.safetensors"
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Duration of the training, and size of the layers."""
+    """Training duration and layer size."""
 
     steps: int = 300
     batch: int = 16
@@ -74,7 +74,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
     """Adds low-rank layers to a UNet, and trains them.
 
     Args:
-        unet: UNet from diffusers. Its own weights do not change.
+        unet: UNet from diffusers. The UNet's own weights do not change.
         seed: seed for all random choices.
         loss_of: returns the scalar loss of one step, for scenes sampled from this generator.
     """
@@ -101,7 +101,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
 
 
 def save(pipeline: Any, folder: Path, name: str) -> None:
-    """Writes the layers in fp16, with PEFT's settings in the metadata, like diffusers."""
+    """Writes the layers in fp16, with PEFT's settings in the metadata, like diffusers does."""
     layers = get_peft_model_state_dict(pipeline.unet)
     StableDiffusionPipeline.save_lora_weights(
         folder,
@@ -112,7 +112,7 @@ def save(pipeline: Any, folder: Path, name: str) -> None:
 
 
 def score(folder: Path, file: Path | None, number: int) -> dict[str, float]:
-    """Scores held-out captions with the judge, drawn by plain diffusers with or without a style.
+    """Has the judge score held-out captions drawn by plain diffusers, with or without a style.
 
     Returns:
         The share of images classified as ink, and the share of figures with the right shape.

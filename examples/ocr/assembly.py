@@ -17,12 +17,12 @@ from typing import Any
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels."""
 TITLE_SIZES = ((1.7, "# "), (1.2, "## "))
-"""Minimum letter size of a title, relative to the usual size, and its markdown prefix."""
+"""Minimum letter size of a title relative to the usual size, and the title's markdown prefix."""
 MAX_TITLE_LINES = 3
 MAX_LEADING = 0.9
 """Maximum gap between two lines of a paragraph, in line heights."""
 MARGIN = 0.08
-"""Share of a page's height, at the top and at the bottom, reserved for headers and footers."""
+"""Share of a page's height, at the top and bottom, reserved for headers and footers."""
 MIN_COLUMN_LINES, MIN_COLUMN_WIDTH = 3, 0.2
 """Minimum number of lines in a column, and its minimum width relative to the area being cut."""
 BULLET = re.compile(r"(?:[•‣◦▪●·–—*-]|\(?(?:\d{1,3}|[a-zA-Z])[.)])\s+(?=\S)")
@@ -44,7 +44,7 @@ class Word:
 class Line:
     """A line of text and its words. `size` is the height of its letters.
 
-    `is_open` is True if the line ended in the middle of a word with a hyphen.
+    `is_open` is True if the line ended mid-word with a hyphen.
     """
 
     words: tuple[Word, ...]
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a page other than text: a table with its HTML code, or an image."""
+    """A non-text part of a page: a table with its HTML code, or an image."""
 
     kind: str
     box: Box
@@ -76,7 +76,7 @@ class Block:
     mark: str = ""
     """Markdown that precedes its content on the page."""
     id: str = ""
-    """ID of an image, or of a table that is separate from the markdown."""
+    """ID of an image, or of a table that is kept separate from the markdown."""
 
 
 def boxed(boxes: Sequence[Box]) -> Box:
@@ -92,7 +92,7 @@ def boxed(boxes: Sequence[Box]) -> Box:
 def line_of(
     words: Sequence[Word], size: float | None = None, text: str = "", *, is_open: bool = False
 ) -> Line:
-    """Joins words into a line, from left to right. `text` is the words, separated by spaces."""
+    """Joins words into a line, from left to right. `text` is the words separated by spaces."""
     box = boxed([word.box for word in words])
     line_text = text or " ".join(word.text for word in words)
     return Line(tuple(words), box, size or float(box[3] - box[1]), line_text, is_open)
@@ -128,7 +128,7 @@ def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
 
 
 def in_order(lines: Sequence[tuple[Box, Line]]) -> list[Line]:
-    """Returns lines in reading order, with the lines in a row joined.
+    """Returns lines in reading order, joining the lines in each row.
 
     Expects straightened boxes.
     """
@@ -148,7 +148,7 @@ def _order(lines: list[tuple[Box, Line]]) -> Iterator[Line]:
 
 
 def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tuple[Box, Line]]]:
-    """Returns the lines on both sides of the widest gap, if it is wide enough.
+    """Returns the lines on each side of the widest gap, if it is wide enough.
 
     Axis 0: from left to right.
     """
@@ -162,7 +162,7 @@ def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tu
 
 
 def _are_columns(parts: Sequence[list[tuple[Box, Line]]]) -> bool:
-    """Returns whether adjacent parts are columns to read in sequence, not cells of a row."""
+    """Returns whether adjacent parts are columns to read in sequence rather than cells in a row."""
     whole = boxed([box for part in parts for box, _ in part])
     width = whole[2] - whole[0]
     return all(
@@ -192,7 +192,8 @@ def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> 
     """Returns the blocks of a page.
 
     Args:
-        lines: in reading order. Lines in a table are skipped, because its region has their words.
+        lines: in reading order. Lines inside a table are skipped, because the table's region
+            already has their words.
     """
     tables = [region.box for region in regions if region.kind == "table"]
     outside = [line for line in lines if not any(is_inside(line.box, box) for box in tables)]
@@ -273,9 +274,9 @@ def _points(group: Sequence[Line]) -> Iterator[str]:
 
 
 def _joined(lines: Sequence[Line]) -> str:
-    """Returns the lines joined as they are, except for words split between two lines.
+    """Joins lines unchanged, except for words split between two lines.
 
-    The hyphens of split words stay, because a word may also be hyphenated within a line.
+    The hyphens in split words stay, because a word may also be hyphenated within a line.
     """
     text = ""
     for line in lines:
@@ -330,7 +331,7 @@ class Wishes:
     """The options requested for each page."""
 
     table_format: str = ""
-    """If empty, tables are in the markdown."""
+    """If empty, tables stay in the markdown."""
     include_blocks: bool = False
     confidence_scores_granularity: str = ""
     extract_header: bool = False
@@ -344,14 +345,14 @@ def page_of(
     links: Sequence[str],
     wishes: Wishes,
 ) -> dict[str, Any]:
-    """Returns a page in Mistral's format, ready for JSON. Its images have no bytes yet.
+    """Returns a page in Mistral's format, ready for JSON. The page's images have no bytes yet.
 
     Images and tables are numbered from 0 on each page, so identical pages produce identical results
     in all documents.
 
     Args:
         index: page number in its document, from 0.
-        size: its dpi, height and width.
+        size: the page's dpi, height and width.
         links: links found on the page.
     """
     page: dict[str, Any] = {"index": index, "markdown": "", "images": [], "dimensions": size}
@@ -420,7 +421,7 @@ def _block(block: Block, wishes: Wishes) -> dict[str, Any]:
 
 
 def _scores(markdown: str, blocks: Sequence[Block], wishes: Wishes) -> dict[str, Any]:
-    """Returns the confidence of the page's words. A page without words has full confidence."""
+    """Returns the confidence of a page's words. A page without words has full confidence."""
     words = [word for block in blocks for word in block.words]
     sure = [word.confidence for word in words] or [1.0]
     scores: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""Opens documents in a separate process, because a malicious one may crash its reader.
+"""Opens documents in a separate process, because a malicious document may crash its reader.
 
 PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are written
-in C and C++, and documents are untrusted. Each document is therefore opened in another process. Its
-memory and time are limited, it holds no model, and it exits when its document is closed. If it
-dies, the error is reported for that page.
+in C and C++, and documents are untrusted. Each document is therefore opened in a separate process.
+The process has limited memory and time, holds no model, and exits when its document is closed. If
+it dies, the error is reported for the page being read.
 
 Coordinates are pixels of the rendered page, from its upper left corner.
 """
@@ -34,16 +34,16 @@ MAX_IMAGE_PX = 100_000_000
 """Maximum pixels of an image, even inside a page: A3 at 600 dots per inch has 70 million."""
 MAX_PAGES = 10_000
 MAX_DIVIDED = 512
-"""Maximum pages into which a document is divided: a prediction may return that many files."""
+"""Maximum number of pages in a divided document: a prediction can return that many files."""
 MAX_OBJECTS = 200_000
 """Maximum number of text, line and image objects on a page."""
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
-"""Limits for counting the pages, and for the CPU time and total time per page."""
+"""Limits for counting the pages, and limits on CPU time and total time per page."""
 MAX_HEAD_BYTES = 1024 * 1024
 """Maximum size of a page's text with word positions, about 30,000 words.
 
-The output produced from it fits into a prediction.
+The output produced from that much text fits into a prediction.
 """
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
@@ -467,7 +467,7 @@ def _plain(text: str) -> str:
 
 
 def _find_rendered_size(width: float, height: float) -> tuple[int, int, int]:
-    """Returns width and height in pixels, and dots per inch, of a page measured in points."""
+    """Returns a page's width and height in pixels, and its dpi, from its size in points."""
     if not (width > 0 and height > 0):
         raise Unreadable("its width or height is zero")
     scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))

@@ -1,9 +1,9 @@
-"""Reads documents: PDF, PNG, JPEG, TIFF and WebP. Returns the format of Mistral's OCR API.
+"""Reads documents: PDF, PNG, JPEG, TIFF and WebP. Returns Mistral's OCR API format.
 
-Pages with a text layer are read from it; other pages are read by PP-OCR
+Pages with a text layer are read from that layer; other pages are read by PP-OCR
 (https://github.com/PaddlePaddle/PaddleOCR) on ONNX Runtime: RapidOCR for text, RapidLayout for
-tables and images, RapidTable for cells. The unit of work is a page. No page depends on another, so
-a page has the same result on its own as in a longer document.
+tables and images, RapidTable for cells. The unit of work is a page. No page depends on any other,
+so a page has the same result on its own as it does in a longer document.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from document import Document, InvalidInput, Raster, chosen
 from PIL import Image
 
 MIN_TEXT_CHARS = 32
-"""A text layer with fewer letters, beneath a full-page image, is a stamp on a scan."""
+"""A text layer with fewer letters than this, beneath a full-page image, is a stamp on a scan."""
 SCAN_SHARE = 0.5
 """If an image covers this share of a page that has hardly any text, the page is a scan."""
 MAX_UNKNOWN_SHARE = 0.3
 """A text layer with a larger share of invalid letters is not used."""
 MIN_DRAWN = 6
-"""Minimum lines and areas on a page with a text layer for it to be searched for tables."""
+"""Minimum number of lines and areas for a page with a text layer to be searched for tables."""
 MIN_IMAGE_PX = 16
 MAX_IMAGES = 64
 """Maximum number of image files per prediction."""
@@ -53,7 +53,7 @@ class Reader:
     """Reads images of pages.
 
     Args:
-        threads: threads per network. 0 means as many as there are cores.
+        threads: threads per network; 0 means one per core.
     """
 
     def __init__(self, threads: int) -> None:
@@ -66,8 +66,8 @@ class Reader:
             params={
                 "Global.log_level": "error",
                 "Global.max_side_len": 3000,
-                # It rotated one line in eight of an upright scan by 180 degrees, which ruins the
-                # line.
+                # The classifier rotated one line in eight of an upright scan by 180 degrees, which
+                # ruins the line.
                 "Global.use_cls": False,
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads or -1,
             }
@@ -109,7 +109,7 @@ class Reader:
         return regions
 
     def _cells(self, pixels: Any, box: Box, lines: Sequence[Line]) -> str:
-        """Returns the HTML of a table with these lines."""
+        """Returns the HTML for a table with these lines."""
         left, top, right, bottom = box
         texts = [
             [[[x - left, y - top] for x, y in _corners(part.box)], part.text, 1.0]
@@ -152,7 +152,7 @@ def _words(text: str, read: Sequence[Any]) -> list[Word]:
         while at < len(pieces) and size < len(word):
             size += len(pieces[at][0])
             at += 1
-        own = pieces[begin:at] or pieces[-1:]  # one fragment may have two words
+        own = pieces[begin:at] or pieces[-1:]  # one fragment may contain two words
         box = boxed([place for *_, place in own])
         words.append(Word(word, box, min(score for _, score, _ in own)))
     return words
@@ -239,7 +239,7 @@ class Predictor(BasePredictor):
     ) -> Iterator[dict[str, Any]]:
         """Yields each page in Mistral's format as soon as it has been read.
 
-        Coordinates are pixels at the `dimensions` of the page. Images are files instead of
+        Coordinates are pixels at the `dimensions` of the page. Images are files rather than
         `image_base64`.
         """
         wishes = Wishes(
@@ -305,7 +305,7 @@ class PageReader:
         return page
 
     def _seen(self, facts: dict[str, Any]) -> tuple[list[Line], list[Region]]:
-        """Returns the lines in order, the tables and the images, read from the rendered page."""
+        """Returns the lines in order, plus the tables and images, read from the rendered page."""
         seen = self._reader.lines(self._pixels)
         lines = [line for _, line in seen]
         regions = self._reader.regions(self._pixels, lines, ["table", "image"])
@@ -318,7 +318,7 @@ class PageReader:
 
     @property
     def _pixels(self) -> Any:
-        """Returns the page as (height, width, 3), in the order blue, green, red."""
+        """Returns the page as (height, width, 3), in blue-green-red order."""
         return np.ascontiguousarray(self._rendered()[:, :, ::-1])
 
     def _rendered(self) -> Any:

@@ -100,7 +100,7 @@ def test_page_with_too_much_text_is_the_callers_error(tmp_path: Path) -> None:
 
 
 def lines_at(*texts: tuple[str, int, int], size: int = 24) -> list[tuple[Box, Line]]:
-    """Returns lines with these upper left corners. A letter is half as wide as it is high."""
+    """Returns lines with the given upper left corners. A letter is half as wide as it is high."""
     placed = []
     for text, left, top in texts:
         box = (left, top, left + len(text) * size // 2, top + size)

@@ -50,7 +50,7 @@ IS_LONG = "OCR_SCAN_PAGES" in os.environ
 REPORT_PAGES = 38 if IS_LONG else 12
 SCAN_PAGES = int(os.environ.get("OCR_SCAN_PAGES", "4"))
 SCAN_LINES = None if IS_LONG else 8
-"""Lines per scanned page. A whole page takes a long time. OCR_SCAN_PAGES=40 tests a long one."""
+"""Lines per scanned page. A whole page takes a long time. OCR_SCAN_PAGES=40 tests a long scan."""
 IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
 """Share of a page, from the top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
@@ -181,7 +181,7 @@ def test_mistrals_client_reads_page_by_page_while_a_worker_is_killed(
 def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
     """Kills a worker once half of the scan has been read.
 
-    Returns how many pages had been read by then, and the pages in stream order.
+    Returns how many pages had been read by then, and the pages in streaming order.
     """
     headers = {"authorization": f"Bearer {key_for('default')}"}
     options: dict[str, Any] = {"headers": headers, "timeout": WAIT_LIMIT_S}
@@ -210,7 +210,7 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
 def followed(http: httpx.Client, prediction: str, stack: Stack) -> tuple[int, list[int]] | None:
     """Follows a prediction.
 
-    Kills a worker if the prediction reads the scan; otherwise returns None.
+    Kills a worker if the prediction is reading the scan; otherwise returns None.
     """
     at_kill, pages = 0, list[int]()
     headers = {"accept": "text/event-stream"}

@@ -75,7 +75,7 @@ def passages_of(markdown: str, max_chars: int) -> Iterator[str]:
 
 
 def pieces_of(sentence: str, max_chars: int) -> Iterator[str]:
-    """Yields a sentence. If it is too long, it is split, between words if possible."""
+    """Yields a sentence. A sentence that is too long is split, between words if possible."""
     while len(sentence) > max_chars:
         space = sentence.rfind(" ", 1, max_chars + 1)
         at = space if space > 0 else max_chars

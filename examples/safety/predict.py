@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 WEIGHTS = LocalPath(__file__).parent / "weights"
 RESIZED_PX, SIZE_PX = 256, 224
 MEANS = (104, 117, 123)
-"""Mean blue, green and red values of its training images."""
+"""Mean blue, green and red values of the training images."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 UNREADABLE = (
     OSError,
@@ -47,7 +47,7 @@ def read_image(path: Path) -> Image.Image:
     """Returns an image, upright and in RGB.
 
     Raises:
-        InvalidInput: it can't be read.
+        InvalidInput: the image can't be read.
     """
     try:
         with Image.open(path, formats=FORMATS) as opened:
@@ -57,9 +57,9 @@ def read_image(path: Path) -> Image.Image:
 
 
 def prepared(image: Image.Image) -> Any:
-    """Prepares an image for the network: (1, 224, 224, 3), blue first.
+    """Prepares an image for the network: (1, 224, 224, 3), in blue-green-red order.
 
-    It was trained on 256-pixel JPEG files, so the image is first converted to one.
+    The network was trained on 256-pixel JPEG files, so the image is first converted to one.
     """
     resized = image.resize((RESIZED_PX, RESIZED_PX), Image.Resampling.BILINEAR)
     file = io.BytesIO()

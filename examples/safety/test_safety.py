@@ -1,4 +1,4 @@
-"""Compares the safety check with its own package, and with the graph run by another program."""
+"""Compares the safety check with its own package, and with another program running the graph."""
 
 from __future__ import annotations
 

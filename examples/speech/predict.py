@@ -1,6 +1,6 @@
 """Speaks English text with hibari (https://pypi.org/project/hibari-tts/).
 
-Its network is distilled from Kokoro-82M and is included in the package with one voice. Other voices
+The network is distilled from Kokoro-82M and is included in the package with one voice. Other voices
 must be downloaded, which a class in production must not do.
 """
 
@@ -20,7 +20,7 @@ from cog import BasePredictor, Input, Path
 RATE_HZ = 24_000
 VOICES = ("heart",)
 SEED = 0
-"""Seed of the breathing noise in the voice, so that identical texts produce identical files."""
+"""Seed for the breathing noise in the voice, so that identical texts produce identical files."""
 FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III"),
     "opus": ("OGG", "OPUS"),
@@ -28,7 +28,7 @@ FORMATS = {
     "wav": ("WAV", "PCM_16"),
     "pcm": ("RAW", "PCM_16"),
 }
-"""The libsndfile format and encoding of each kind. libsndfile does not support aac."""
+"""The libsndfile format and encoding for each kind. libsndfile does not support aac."""
 
 
 ENDLESS_WAV = struct.pack(
@@ -36,7 +36,7 @@ ENDLESS_WAV = struct.pack(
     *(b"RIFF", 0xFFFFFFFF, b"WAVE", b"fmt ", 16, 1, 1, RATE_HZ, 2 * RATE_HZ, 2, 16),
     *(b"data", 0xFFFFFFFF),
 )
-"""Header of a wav whose length is unknown."""
+"""Header for a WAV whose length is unknown."""
 
 
 class InvalidInput(ValueError):
@@ -96,11 +96,11 @@ class Predictor(BasePredictor):
 def parts_of(
     sentences: Iterable[Any], folder: LocalPath, kind: str, *, is_whole: bool
 ) -> Iterator[bytes]:
-    """Yields the bytes of the audio file: in parts as they are produced, or all at the end.
+    """Yields the bytes of the audio file, either in parts as they are produced or all at the end.
 
     Args:
-        is_whole: True if all bytes are returned at once. Otherwise the header of a wav declares an
-            unknown length, like OpenAI's.
+        is_whole: True if all bytes are returned at once. Otherwise, the WAV header declares an
+            unknown length, as OpenAI's does.
     """
     is_endless = kind == "wav" and not is_whole
     written, encoding = FORMATS["pcm" if is_endless else kind]

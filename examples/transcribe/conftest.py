@@ -1,4 +1,4 @@
-"""Shared by the tests of recordings: the transcriber's Python, sentences, and a stack."""
+"""Shared by the recording tests: the transcriber's Python, sentences, and a stack."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Creates recordings from ten sources, each damaged in six ways.
 
-`corpus.py corpus SPEECH FOLDER` runs in the Python that has the transcriber's packages. It prints
-one JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of audio in it, and
-how many seconds are `counted` and `decoded`, or an `error`. The two recordings by Chromium are in
-recorded/. `lengths` creates recordings of several lengths instead.
+`corpus.py corpus SPEECH FOLDER` runs in the transcriber's Python environment. It prints one JSON
+object per recording: its `path`, `origin` and `damage`, the `seconds` of audio in it, and how many
+seconds are `counted` and `decoded`, or an `error`. The two Chromium recordings are in recorded/.
+`lengths` instead creates recordings of several lengths.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
 
 
 def variable_mp3(samples: Any) -> bytes:
-    """Returns an MP3 with a variable bit rate."""
+    """Returns a variable-bit-rate MP3."""
     file = io.BytesIO()
     options: dict[str, Any] = {"bitrate_mode": "VARIABLE", "compression_level": 0.3}
     soundfile.write(file, samples, FINE_HZ, format="MP3", **options)
@@ -128,7 +128,7 @@ def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | Non
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the amounts of audio in a file that are counted and decoded."""
+    """Returns how much of a file's audio is counted and how much is decoded."""
     try:
         counted = count_seconds(path)
         return {"counted": counted, "decoded": sum(map(len, decode(path))) / RATE_HZ}
@@ -137,7 +137,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def show_corpus(speech: str, folder: str) -> None:
-    """Writes the recordings, and prints what is read from each."""
+    """Writes the recordings and prints what is read from each one."""
     for origin, (path, seconds) in make_origins(Path(speech), Path(folder)).items():
         for damage, data, left_s in damage_all(path, seconds):
             damaged = path.with_name(f"{path.stem}-{damage}{path.suffix}")
@@ -147,9 +147,9 @@ def show_corpus(speech: str, folder: str) -> None:
 
 
 def show_lengths(speech: str, folder: str) -> None:
-    """Prints what is read from recordings of several lengths, sample rates and channels.
+    """Prints what is read from recordings with various lengths, sample rates and channel counts.
 
-    All end in silence, which some encoders write as very short frames.
+    All of them end in silence, which some encoders write as very short frames.
     """
     samples, _ = soundfile.read(speech, dtype="float32")
     formats = {"a.wav": "PCM_24", "b.wav": "MS_ADPCM", "a.flac": "PCM_16", "a.aiff": "PCM_16"}

@@ -1,8 +1,8 @@
 """Decodes the audio measured by recordings.py, in the format that Whisper expects.
 
-libsndfile decodes a file block by block if its header has the length that was counted. Everything
-else is decoded by FFmpeg, all at once: m4a and webm, and files whose header is wrong. Both come in
-wheels under the LGPL (docs/decisions/0101-speech.md).
+libsndfile decodes a file block by block if its header declares the length that was counted. FFmpeg
+decodes everything else, all at once: m4a and webm, and files whose header is wrong. Both come in
+LGPL wheels (docs/decisions/0101-speech.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ RATE_HZ = 16_000
 BLOCK_S = 30
 FULL_SCALE = 32_768
 TOLERANCE_S = 0.1
-"""Maximum audio that may be missing: a truncated frame, and samples added by an encoder."""
+"""Maximum audio that may be missing, such as a truncated frame or samples added by an encoder."""
 MAX_WHOLE_S = 4 * 3600
-"""Maximum seconds of one channel that FFmpeg may decode at once. It uses about 2 GiB for that."""
+"""Maximum seconds of one channel that FFmpeg may decode at once. Decoding that much uses about 2
+GiB.
+"""
 CANCELED_BELOW = 0.05
 """Two channels cancel each other out if their mean has less than this share of the power."""
 
@@ -34,7 +36,7 @@ def decode(path: Path) -> Iterator[Any]:
     """Yields a recording in blocks: float32, one channel, RATE_HZ, rounded to 16 bits.
 
     Raises:
-        InvalidInput: it is not a recording, is damaged, or has no audio.
+        InvalidInput: the file is not a recording, is damaged, or has no audio.
     """
     done_s = 0.0
     for part in find_parts(path):
@@ -121,6 +123,6 @@ def mix(block: Any) -> Any:
 
 
 def _round(samples: Any) -> Any:
-    """Rounds to 16 bits, so a window is the same if it was stored in a file in between."""
+    """Rounds to 16 bits, so a window is the same even if it was stored in a file in between."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
     return whole.astype(np.float32) / np.float32(FULL_SCALE)

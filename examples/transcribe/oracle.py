@@ -1,8 +1,10 @@
-"""Reference results for tests of the transcriber. Runs in the Python that has its packages.
+"""Reference results for tests of the transcriber.
 
-`direct`: faster-whisper, called directly. `windows`: its windows of a recording, compared with the
+Runs in the Python environment that has its packages.
+
+`direct`: faster-whisper, called directly. `windows`: its windows for a recording, compared with the
 streamed ones. `random`: the same with random speech probabilities. `cuts`: where continuous speech
-is cut. `steps`: the classes of a flow, one after the other. `longer`: makes a long recording from
+is cut. `steps`: the classes in a flow, one after another. `longer`: builds a long recording from
 others.
 """
 
@@ -62,7 +64,7 @@ def show_windows(path: str) -> None:
 
 
 def probabilities(rng: np.random.Generator) -> Any:
-    """Returns speech probabilities of frames, in runs of many lengths or in random order."""
+    """Returns speech probabilities for frames, in runs of many lengths or in random order."""
     frames = int(rng.integers(1, 4000))
     if rng.random() < 0.3:
         return rng.random(frames).astype(np.float32)
@@ -71,7 +73,7 @@ def probabilities(rng: np.random.Generator) -> Any:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     together = np.concatenate(runs)[:frames]
-    # With occasional pauses, because faster-whisper cuts speech without pauses mid-word.
+    # Includes occasional pauses, because faster-whisper cuts speech without pauses mid-word.
     for start in range(400, len(together), 400):
         together[start : start + 5] = 0.1
     return together
@@ -126,7 +128,7 @@ def show_cuts() -> None:
 
 
 def predictor_of(name: str) -> Any:
-    """Returns the class of an example after its setup."""
+    """Returns an example's class after its setup."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / name / "predict.py")
     assert spec is not None
     assert spec.loader is not None
@@ -149,7 +151,10 @@ DEFAULTS = {
 
 
 def show_steps(path: str) -> None:
-    """Prints the transcript produced by a flow's steps. Fails if it differs from the whole."""
+    """Prints the transcript produced by a flow's steps.
+
+    Fails if it differs from the transcript of the whole recording.
+    """
     cut = predictor_of("windows").predict(Path(path))
     predictor = predictor_of("transcribe")
     segments = [
@@ -162,7 +167,7 @@ def show_steps(path: str) -> None:
 
 
 def show_samples(path: str) -> None:
-    """Fails unless two identical windows produce identical texts, with another one in between."""
+    """Fails unless identical windows produce identical texts, even with another one in between."""
     predictor = predictor_of("transcribe")
     texts = [
         [
@@ -176,7 +181,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Records the temperature of each of a model's generations, even if it has no segment."""
+    """Records the temperature of each of a model's generations, even those without a segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:
@@ -189,12 +194,12 @@ def watch(hears: Any) -> list[float]:
 
 
 def show_direct(kind: str, path: str) -> None:
-    """Prints the text of faster-whisper, called directly, and the resources used.
+    """Prints the text from calling faster-whisper directly, and the resources used.
 
     Args:
-        kind: `sequence`: the whole recording, each text with the previous ones as its prompt.
-            `batched`: BatchedInferencePipeline. `windows`: the same windows, but each as a separate
-            recording with its own temperatures.
+        kind: `sequence`: the whole recording, each text prompted with the previous ones. `batched`:
+            BatchedInferencePipeline. `windows`: the same windows, but each as a separate recording
+            with its own temperatures.
     """
     import ctranslate2
 
@@ -235,7 +240,7 @@ def show_direct(kind: str, path: str) -> None:
 
 
 def make_longer(target: str, minutes: str, *paths: str) -> None:
-    """Creates a long recording from others, varying in order, loudness and distance.
+    """Builds a long recording from others, varying their order, loudness and distance.
 
     No two windows are identical, so nothing comes from a cache. Prints the order.
     """

@@ -1,7 +1,7 @@
 """Transcribes a recording with Whisper (https://arxiv.org/abs/2212.04356).
 
-faster-whisper runs it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU. Its
-file module imports PyAV, whose wheel bundles encoders under the GPL. PyAV is therefore not
+faster-whisper runs it on CTranslate2, with 8-bit integers on a CPU and half precision on a GPU.
+faster-whisper's file module imports PyAV, whose wheel bundles GPL encoders. PyAV is therefore not
 installed here (overrides.txt). Instead, recordings.py measures the audio in a file, and decoding.py
 decodes it (docs/decisions/0128-sound-in-recordings.md).
 
@@ -47,7 +47,7 @@ class Predictor(BasePredictor):
         self.load()
 
     def load(self) -> None:
-        """Loads the weights, for threads that have not taken a seed yet."""
+        """Loads the weights, for threads that have not used a seed yet."""
         self.model: Any = None  # frees memory before the weights are loaded
         self.has_sampled = False
         self.model = faster_whisper().WhisperModel(
@@ -59,7 +59,7 @@ class Predictor(BasePredictor):
         generate = self.model.generate_with_fallback
 
         def watched(*arguments: Any) -> Any:
-            before, self.has_sampled = self.has_sampled, True  # also if it is canceled
+            before, self.has_sampled = self.has_sampled, True  # even if it is canceled
             result = generate(*arguments)
             # The third element is the temperature, which is 0 if the first attempt was good enough.
             self.has_sampled = before or result[2] > 0
@@ -103,8 +103,8 @@ class Predictor(BasePredictor):
     ) -> Iterator[dict[str, Any]]:
         """Yields each segment once its window is transcribed, with its start and end in seconds.
 
-        Each has the language and duration of the whole recording. A recording without speech has a
-        single segment without text.
+        Each segment has the language and duration of the whole recording. A recording without
+        speech has a single segment without text.
         """
         known = self.model.supported_languages
         if language and language not in known:

@@ -1,14 +1,14 @@
-"""Finds the audio in a recording and measures it, to the last byte of the file.
+"""Finds the audio in a recording and measures it, down to the last byte of the file.
 
 A header may declare the wrong amount of audio: a recorder that writes to a pipe can't go back to
 fill in the length, a file joined from several others keeps the header of the first one, and a
 recorder whose battery ran out never wrote its final header. Frames, pages, and blocks are therefore
 counted here without decoding them, and headers are used only to determine the format. The decoder
-then has to find as much audio as was counted (decoding.py). If it finds less, the recording is
+must then find as much audio as was counted (decoding.py). If it finds less, the recording is
 rejected, so no audio is lost silently.
 
-A file is split at every place where another recording was appended, because decoders don't expect a
-different sample rate or another header in the middle.
+A file is split wherever another recording was appended, because decoders don't expect a new sample
+rate or another header in the middle.
 
 Formats: WAV (https://www.mmsp.ece.mcgill.ca/Documents/AudioFormats/WAVE/WAVE.html), Ogg (RFC 3533,
 RFC 7845), FLAC (RFC 9639), MP3 (ISO/IEC 11172-3, 13818-3), ADTS (ISO/IEC 13818-7), MP4 (ISO/IEC
@@ -32,11 +32,11 @@ FORMATS = "wav, flac, mp3, ogg, m4a, webm or aac"
 TO_THE_END = (0, 0xFFFFFFFF, 0x7FFFFFFF)
 """Sizes that mean "unknown" in a WAV header."""
 PCM_TAGS = (1, 3, 6, 7, 0xFFFE)
-"""WAV encodings with one sample of each channel per block."""
+"""WAV encodings in which each block has one sample per channel."""
 OPUS_RATE_HZ = 48_000
 MAX_PARTS = 1000
 MAX_STRAY_BYTES = 1 << 18
-"""Maximum bytes between two MP3 or AAC frames that do not belong to a frame.
+"""Maximum bytes between two MP3 or AAC frames that belong to neither frame.
 
 Searching further would take seconds.
 """
@@ -46,7 +46,7 @@ MAX_BOXES = 200_000
 Two hours of 100 ms fragments have 144,000.
 """
 MAX_STRAY_FRAMES = 100_000
-"""Maximum places in a FLAC file that only look like a frame. 64 MiB of random data has 2,000."""
+"""Maximum places in a FLAC file that merely look like a frame. 64 MiB of random data has 2,000."""
 
 
 class InvalidInput(ValueError):
@@ -61,8 +61,9 @@ class InvalidInput(ValueError):
 class Part:
     """A recording within a file, or the whole file.
 
-    `data` is its bytes, with a header that has the right length if its format needs one. `seconds`
-    is the counted audio. `is_file` is True if `data` is the whole file, unchanged.
+    `data` is the recording's bytes, with a header that declares the correct length if its format
+    needs one. `seconds` is the amount of audio counted. `is_file` is True if `data` is the whole
+    file, unchanged.
     """
 
     data: bytes
@@ -123,7 +124,7 @@ def _make_damage_error(seconds: float) -> InvalidInput:
 
 
 def _trust_header(data: bytes) -> Part:
-    """Returns a part whose header is trusted. Decoding it shows whether the header was right."""
+    """Returns a part whose header is trusted. Decoding it shows whether the header was correct."""
     try:
         info = codecpod.info(data)
         frames, rate = info.frames, info.sample_rate
@@ -139,7 +140,7 @@ def _trust_header(data: bytes) -> Part:
 
 
 def find_wav(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in WAV data, each with the length of its audio in its header."""
+    """Yields the recordings in WAV data, with each header declaring the length of its audio."""
     at = 0
     while data[at : at + 4] == b"RIFF" and data[at + 8 : at + 12] == b"WAVE":
         part, at = _wav_part(data, at)
@@ -179,7 +180,7 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
 def _wav_data_end(data: bytes, begin: int, size: int) -> int:
     """Returns the end of the samples.
 
-    This is the next chunk if there is one, otherwise the next recording or the end of the data.
+    The end is the next chunk if there is one, otherwise the next recording or the end of the data.
     """
     end = begin + size
     if size not in TO_THE_END and end <= len(data):
@@ -227,7 +228,7 @@ def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
 
 
 def find_ogg(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in Ogg data. Each begins with its first pages.
+    """Yields the recordings in Ogg data. Each recording starts with its own initial pages.
 
     Raises:
         InvalidInput: a page is missing or damaged.
@@ -274,7 +275,7 @@ class _OggChain:
         return max(0, self._granules - self._skip) / self._rate if self._rate else 0.0
 
     def add(self, page: bytes, body: bytes) -> bool:
-        """Adds a page. Returns False if it is damaged, or if one before it is missing."""
+        """Adds a page. Returns False if the page is damaged or the one before it is missing."""
         serial, (number,) = page[14:18], struct.unpack_from("<I", page, 18)
         if ogg_checksum(page) != struct.unpack_from("<I", page, 22)[0]:
             return False
@@ -309,7 +310,7 @@ _MIRRORED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def ogg_checksum(page: bytes) -> int:
-    """Returns the checksum of an Ogg page: CRC-32 as in zlib, but over mirrored bits."""
+    """Returns the checksum of an Ogg page: CRC-32 as in zlib, but with the bit order reversed."""
     mirrored = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED)
     crc = zlib.crc32(mirrored, 0xFFFFFFFF) ^ 0xFFFFFFFF
     return int.from_bytes(crc.to_bytes(4, "little").translate(_MIRRORED), "big")
@@ -344,9 +345,9 @@ def _without_tag(data: bytes) -> bytes:
 
 
 def _flac_samples(data: bytes) -> tuple[int, int, int]:
-    """Returns the number of samples, where the last frame begins, and the samples before it.
+    """Returns the sample count, where the last frame begins, and the number of samples before it.
 
-    Missing frames in between count too.
+    Missing frames in between are counted too.
     """
     counted = before = last = size = stray = 0
     for frame in re.finditer(rb"\xff[\xf8\xf9]", data):
@@ -360,14 +361,14 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         size = size or block
         first = number if is_variable else number * size
         # Bytes that look like a frame by chance have a random number, and a few frames may be
-        # missing before a real one.
+        # missing before a real frame.
         if counted <= first <= counted + 100 * max(block, size):
             before, counted, last = first, first + block, frame.start()
     return counted, last, before
 
 
 def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Returns a frame's number, its samples, and whether numbers count samples.
+    """Returns a frame's number, its samples, and whether frame numbers count samples.
 
     None if there is no frame at this position.
     """
@@ -389,7 +390,7 @@ def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
 
 
 def _crc8(data: bytes) -> int:
-    """Returns the checksum of a frame header: the polynomial x^8 + x^2 + x + 1."""
+    """Returns the checksum of a frame header, using the polynomial x^8 + x^2 + x + 1."""
     crc = 0
     for byte in data:
         crc ^= byte
@@ -399,7 +400,7 @@ def _crc8(data: bytes) -> int:
 
 
 def _crc16(data: bytes) -> int:
-    """Returns the checksum of a frame including its own, 0 if intact: x^16 + x^15 + x^2 + 1."""
+    """Returns a frame's checksum, including its own (0 if intact): x^16 + x^15 + x^2 + 1."""
     crc = 0
     for byte in data:
         crc ^= byte << 8
@@ -426,7 +427,7 @@ _SYNC = re.compile(rb"\xff[\xe0-\xff]|ID3|TAG|APETAGEX")
 
 @dataclass(frozen=True)
 class Frame:
-    """A frame header of MP3 or ADTS.
+    """An MP3 or ADTS frame header.
 
     `kind` holds the properties that can't change within a recording. `size` is in bytes, and
     `samples` is per channel.
@@ -439,7 +440,7 @@ class Frame:
 
 
 def mp3_frame(head: bytes) -> Frame | None:
-    """Parses four bytes. Returns None if they are not a frame's header."""
+    """Parses four bytes. Returns None if the bytes are not a frame header."""
     return _mp3_frame(head[:4])
 
 
@@ -463,7 +464,7 @@ def _mp3_frame(head: bytes) -> Frame | None:
 
 
 def adts_frame(head: bytes) -> Frame | None:
-    """Parses seven bytes. Returns None if they are not a frame's header."""
+    """Parses seven bytes. Returns None if the bytes are not a frame header."""
     if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
         return None
     rate = head[2] >> 2 & 15
@@ -476,7 +477,10 @@ def adts_frame(head: bytes) -> Frame | None:
 
 
 def find_mp3(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in MP3 data. Each begins with a Xing header or a change of format."""
+    """Yields the recordings in MP3 data.
+
+    Each recording begins with a Xing header or a format change.
+    """
     return _find_frames(data, mp3_frame)
 
 
@@ -500,7 +504,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
         if last is None:
             start = at
         else:
-            # If these bytes are audio, the decoder will find less than is counted here.
+            # If these bytes are audio, the decoder will find less audio than is counted here.
             samples += stray / frame.size * frame.samples
         if is_first:
             trimmed = _xing_trim(data, marks[0], at + frame.size)
@@ -515,7 +519,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
 def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tuple[int, Frame, int]]:
     """Yields the position and header of each complete frame, and the stray bytes before it.
 
-    Stray bytes are bytes other than zeros and tags.
+    Stray bytes are any bytes other than zeros and tags.
     """
     at = stray = 0
     is_synced = False
@@ -573,7 +577,7 @@ def _xing_trim(data: bytes, place: int, end: int) -> int:
 
 
 def find_mp4(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in MP4 data. Each begins with its own `ftyp` box."""
+    """Yields the recordings in MP4 data. Each recording begins with its own `ftyp` box."""
     start = at = 0
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -645,9 +649,9 @@ class _OpusTrack:
         self.is_found = False
         self.samples = 0
         self._number = self._last = 0
-        """Number of the audio track, and the number read last."""
+        """Number of the audio track, and the track number read most recently."""
         self._is_entry = False
-        """True if the last track is the audio."""
+        """True if the track read most recently is the audio track."""
 
     def add(self, name: int, head: bytes, size: int) -> None:
         """Processes an element, given its first eight bytes."""
@@ -673,7 +677,7 @@ def _opus_count(nanoseconds: int) -> int:
 def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
     """Returns the name of an element, where its content begins, and the content's size in bytes.
 
-    A size of None means unknown. Returns None if the data ends before the element does.
+    A size of None means the size is unknown. Returns None if the data ends before the element does.
     """
     length = 9 - data[at].bit_length()
     place = at + length
@@ -688,7 +692,7 @@ def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
 
 
 def opus_samples(packet: bytes) -> int:
-    """Returns the samples in an Opus packet at 48 kHz, from its first two bytes (RFC 6716, 3.1)."""
+    """Returns an Opus packet's sample count at 48 kHz, from its first two bytes (RFC 6716, 3.1)."""
     if not packet:
         return 0
     config, code = packet[0] >> 3, packet[0] & 3

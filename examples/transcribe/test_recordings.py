@@ -120,7 +120,7 @@ def test_what_is_left_of_a_recording_is_what_ffmpeg_reads(corpus: list[Recording
 def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
     client: Any, corpus: list[Recording], sentences: dict[Path, str]
 ) -> None:
-    """Checks the words, seconds and charges for sixty recordings in the whole pipeline."""
+    """Checks the words, seconds and charges for sixty recordings across the whole pipeline."""
     whole = dict[str, list[str]]()
     spoken = words(next(iter(sentences.values())))
     for recording in corpus:
@@ -139,8 +139,8 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         if recording.damage in ("none", "lied", "tagged"):
             assert text == expected, recording
         elif recording.damage == "joined":
-            # With an encoding that is hard to understand, a different window may have one word more
-            # or less.
+            # With an encoding that is hard to understand, a different window may gain or lose a
+            # word.
             missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, spoken)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording
         elif recording.damage == "cut":
@@ -192,7 +192,7 @@ soundfile.write(sys.argv[2], samples, rate, "FLOAT")
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_our_own_speech_is_heard_in_full(client: Any, tmp_path: Path, kind: str) -> None:
-    """As a whole and streamed, in each format that can be spoken."""
+    """Recordings are tested whole and streamed, in each format that can be spoken."""
     create = client.audio.speech.create
     options = {"model": "speech", "input": SAID, "voice": "heart"}
     pcm = create(**options, response_format="pcm").content

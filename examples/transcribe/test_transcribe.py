@@ -127,7 +127,7 @@ def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> No
 
 @pytest.fixture(scope="module")
 def minutes(python: str, sentences: dict[Path, str]) -> Path:
-    """Returns a two-minute recording that contains all sentences several times."""
+    """Returns a two-minute recording that repeats all sentences several times."""
     path = KEPT / "transcribe" / "recordings" / "minutes.wav"
     oracle(python, "longer", path, "2", *sentences)
     return path.absolute()

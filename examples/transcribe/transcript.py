@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 RATE_HZ = 16_000
-"""Sample rate in which window positions are counted."""
+"""Sample rate used for window positions."""
 
 
 def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = False) -> float:
@@ -14,9 +14,9 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
 
     Args:
         places: start and end of each part in the window, in samples of the recording.
-        at_s: time in the window. After the window's end, it counts as being in the last part.
-        is_end: True if something ends there. Between two parts, that counts as being in the first
-            one.
+        at_s: time in the window. A time after the window's end counts as being in the last part.
+        is_end: True if something ends there. In that case, a time between two parts counts as being
+            in the first one.
     """
     at, before, offset = int(at_s * RATE_HZ), 0, 0
     for start, end in places:
@@ -27,7 +27,7 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
 
 
 def in_recording(segment: dict[str, Any], places: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns a window's segment with times in the recording, as faster-whisper does."""
+    """Returns a window's segment with times relative to the recording, as faster-whisper does."""
     words = []
     for word in segment.get("words", ()):
         offset = offset_s(places, (word["start"] + word["end"]) / 2)
@@ -53,9 +53,9 @@ class Transcript:
     def add(
         self, segments: Iterable[dict[str, Any]], places: Sequence[Sequence[int]]
     ) -> Iterator[dict[str, Any]]:
-        """Yields the next window's segments as segments of the recording.
+        """Yields the next window's segments as segments of the whole recording.
 
-        Each has the duration of the recording, and the language of its first segment.
+        Each has the recording's duration and the language of its first segment.
         """
         for segment in segments:
             if not segment["text"].strip():

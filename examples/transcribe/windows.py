@@ -1,14 +1,14 @@
 """Cuts a recording at silences into windows that fit into Whisper.
 
 The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
-the parts with speech, and consecutive parts share a window while they are at most WINDOW_S long in
-total. No window depends on the speech before it. A recording's windows can therefore be computed
-anywhere, in any order, and identical windows only once.
+the parts with speech, and consecutive parts share a window as long as they total at most WINDOW_S.
+No window depends on the speech before it. A recording's windows can therefore be computed anywhere,
+in any order, and identical windows need to be computed only once.
 
-faster-whisper needs all samples of a recording. Here, a few minutes of them are enough: the
-detector's state is kept from block to block, and a part is complete as soon as the silence after it
-is as long as the padding added to its end. faster-whisper cuts continuous speech wherever a window
-is full, possibly mid-word. Here, it is cut where it is quietest.
+faster-whisper needs all of a recording's samples. Here, a few minutes of samples are enough: the
+detector's state carries over from block to block, and a part is complete as soon as the silence
+after it is as long as the padding added to its end. faster-whisper cuts continuous speech wherever
+a window is full, possibly mid-word. Here, continuous speech is cut where it is quietest.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from recordings import InvalidInput
 WINDOW_S = 30
 """Whisper's sample rate."""
 FRAME = 512
-"""Samples per probability of the detector."""
+"""Number of samples for each probability that the detector returns."""
 CONTEXT = 64
-"""Samples before a frame that the detector also looks at."""
+"""Samples before a frame that the detector also considers."""
 SPEECH_ABOVE, SILENCE_BELOW = 0.5, 0.35
 SHORT_SILENCE = RATE_HZ * 98 // 1000
 """A part that gets too long is cut at the last silence longer than this."""
@@ -39,11 +39,11 @@ PAD = RATE_HZ * 400 // 1000
 """Padding at both ends of a part."""
 MAX_PART = WINDOW_S * RATE_HZ - FRAME - 2 * PAD
 SEARCHED = 10 * RATE_HZ // FRAME
-"""Frames at the end of a full part without a pause that are searched for the quietest one."""
+"""Number of frames searched for the quietest one at the end of a full part without a pause."""
 
 
 def faster_whisper() -> Any:
-    """Imports the package without PyAV, because it gets samples instead of files here."""
+    """Imports the package without PyAV, because here it gets samples instead of files."""
     sys.modules.setdefault("av", ModuleType("av"))
     import faster_whisper as package
 
@@ -84,7 +84,7 @@ class SpeechDetector:
         self._context = np.zeros((1, CONTEXT), np.float32)
 
     def probabilities(self, samples: Any) -> list[float]:
-        """Returns the probability that each of the next frames contains speech.
+        """Returns, for each of the next frames, the probability that it contains speech.
 
         The length of `samples` is a multiple of FRAME.
         """
@@ -108,17 +108,17 @@ class PartFinder:
     """Start of the current part."""
     _quiet_since: int = 0
     _cut: int = 0
-    """The last silence in the part at which it may be cut, 0 if there is none."""
+    """The last silence in the part where it may be cut, or 0 if there is none."""
     _after_cut: int = 0
     """Position where speech resumes after that silence."""
     _powers: deque[float] = field(default_factory=lambda: deque(maxlen=SEARCHED))
     """Power of the last frames."""
 
     def add(self, probability: float, power: float) -> Part | None:
-        """Processes the next frame. Returns the part that it completes.
+        """Processes the next frame. Returns the part that this frame completes.
 
         Args:
-            power: mean square of its samples.
+            power: mean square of the frame's samples.
         """
         now, self.at = self.at, self.at + FRAME
         self._powers.append(power)
@@ -170,7 +170,7 @@ class PartFinder:
         return part
 
     def finish(self, count: int) -> Part | None:
-        """Ends a recording of `count` samples. Returns the part at its end."""
+        """Ends a recording of `count` samples. Returns the part at the recording's end."""
         part = None if self.start is None else Part(self.start, count)
         self.start = None
         return part
@@ -205,7 +205,7 @@ class Cutter:
         self._finder = PartFinder()
         self._samples = _Samples()
         self._waiting: Part | None = None
-        """The last part found. The padding at its end depends on the next part."""
+        """The last part found. The padding at the part's end depends on the next part."""
         self._window: list[tuple[Part, Any]] = []
 
     @property
@@ -219,7 +219,7 @@ class Cutter:
         return len(self._samples.kept) + sum(len(samples) for _, samples in self._window)
 
     def add(self, block: Any) -> Iterator[Window]:
-        """Processes the next block. Yields the windows that it completes."""
+        """Processes the next block. Yields the windows that the block completes."""
         waiting = None if self._waiting is None else self._waiting.start
         starts = (waiting, self._finder.start, self._finder.at)
         needed_from = min(start for start in starts if start is not None) - PAD
@@ -294,7 +294,7 @@ def windows_of(path: Path) -> Iterator[Window]:
 
 
 def whole_of(path: Path) -> Window:
-    """Returns a recording that is one window.
+    """Returns a recording that consists of a single window.
 
     Raises:
         InvalidInput: the file is not a recording, is empty, or is longer than a window.

@@ -1,4 +1,4 @@
-"""Enlarges an image four times with Real-ESRGAN x4plus (https://arxiv.org/abs/2107.10833).
+"""Upscales an image four times with Real-ESRGAN x4plus (https://arxiv.org/abs/2107.10833).
 
 The weights are ncnn files, as published upstream: a list of layers (`.param`) and their weights
 (`.bin`). Both are parsed here and run by torch. For the file format, see
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
     options: dict[int, float]
     """Numbers by key."""
     lists: dict[int, list[float]]
-    """Lists of numbers by key."""
+    """Lists of numbers, by key."""
 
 
 class InvalidInput(ValueError):
@@ -72,7 +72,7 @@ def read_image(path: Path) -> Image.Image:
     """Returns an image, upright and in RGB, or in RGBA if it is transparent.
 
     Raises:
-        InvalidInput: it can't be read, or it is too large.
+        InvalidInput: the image can't be read or is too large.
     """
     try:
         with Image.open(path, formats=FORMATS) as opened:
@@ -107,7 +107,7 @@ def _read_layer(words: list[str]) -> Layer:
     lists: dict[int, list[float]] = {}
     for word in rest[end:]:
         key, _, value = word.partition("=")
-        if int(key) <= -23300:  # a list, with its length before it
+        if int(key) <= -23300:  # a list, preceded by its length
             lists[-23300 - int(key)] = [float(number) for number in value.split(",")[1:]]
         else:
             options[int(key)] = float(value)
@@ -115,7 +115,7 @@ def _read_layer(words: list[str]) -> Layer:
 
 
 def read_weights(layers: list[Layer], data: bytes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields weight (out, in, height, width) and bias (out) of each convolution, in fp32.
+    """Yields each convolution's weight (out, in, height, width) and bias (out), in fp32.
 
     Raises:
         ValueError: the file does not match the layers.
@@ -143,7 +143,7 @@ class Network:
     Args:
         layers: as returned by `read_layers`.
         data: contents of the `.bin` file.
-        device: torch device: half precision on a GPU, otherwise fp32.
+        device: torch device; uses half precision on a GPU, otherwise fp32.
     """
 
     def __init__(self, layers: list[Layer], data: bytes, device: str) -> None:
@@ -157,9 +157,9 @@ class Network:
 
     @torch.inference_mode()
     def __call__(self, image: Tensor) -> Tensor:
-        """Returns a batch (n, 3, height, width) of numbers from 0 to 1, enlarged four times."""
+        """Upscales a batch (n, 3, height, width) of numbers from 0 to 1 four times."""
         weights = iter(self._weights)
-        # Each blob has one reader (`Split` copies), so it is freed after being read.
+        # Each blob has one reader (`Split` makes copies), so it is freed after being read.
         blobs = {"data": image.to(self._device, self._type)}
         for layer in self._layers[1:]:
             blobs_in = [blobs.pop(name) for name in layer.inputs]
@@ -194,7 +194,7 @@ def _combine(layer: Layer, blobs_in: list[Tensor]) -> Tensor:
 
 
 def enlarge(network: Network, image: Tensor) -> Tensor:
-    """Enlarges an image (3, height, width) of numbers from 0 to 1, in tiles."""
+    """Upscales an image (3, height, width) of numbers from 0 to 1, in tiles."""
     _, height, width = image.shape
     whole = torch.empty(3, height * SCALE, width * SCALE)
     for top in range(0, height, TILE_PX):
@@ -238,7 +238,7 @@ class Predictor(BasePredictor):
         if scale != SCALE:
             size = (max(1, round(source.width * scale)), max(1, round(source.height * scale)))
             result = result.resize(size, Image.Resampling.LANCZOS)
-        # Only one prediction runs at a time, so the next one may overwrite it.
+        # Only one prediction runs at a time, so the next one may overwrite this.
         path = Path(tempfile.gettempdir()) / "upscaled.png"
         result.save(path, compress_level=1)
         return path

@@ -95,9 +95,9 @@ def test_tiles_leave_no_seams(
 
 
 def test_shapes_are_recognized_better_than_of_bicubic(module: ModuleType, predictor: Any) -> None:
-    """Uses the judge of the shapes world: held-out scenes of 64 pixels, reduced to 16 pixels.
+    """Uses the judge from the shapes world: held-out 64-pixel scenes, reduced to 16 pixels.
 
-    The judge finds 36 of 36 figures in the scenes themselves, 29 after enlarging here, and 21 after
+    The judge finds 36 of 36 figures in the scenes themselves, 29 after upscaling here, and 21 after
     bicubic resampling (Zen 3 CPU, fp32).
     """
     right = {"enlarged": 0, "bicubic": 0}

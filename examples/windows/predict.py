@@ -1,6 +1,6 @@
 """Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
-The windows of long recordings can therefore be separate items, which run on any worker, in any
+The windows of a long recording can therefore be separate items, which run on any worker, in any
 order, and only once if they are identical.
 """
 
@@ -21,7 +21,7 @@ from windows import faster_whisper, windows_of
 class Output(BaseModel):
     """The windows of a recording, in order.
 
-    `windows`: flac, 16 kHz, 16 bits, one channel, at most 30 s. `parts`: for each window the
+    `windows`: flac, 16 kHz, 16 bits, one channel, at most 30 s. `parts`: for each window, the
     positions of its parts, in samples of the recording at 16 kHz. `duration`: length of the
     recording, in seconds.
     """
@@ -47,7 +47,7 @@ class Predictor(BasePredictor):
         self,
         file: Path = Input(description="The recording: wav, flac, mp3, ogg, m4a, webm or aac."),
     ) -> Output:
-        """Returns its windows as lossless files. None if there is no speech."""
+        """Returns the recording's windows as lossless files. None if there is no speech."""
         folder, files, parts = LocalPath(tempfile.mkdtemp()), list[Path](), list[Any]()
         for number, window in enumerate(windows_of(file)):
             target = folder / f"window-{number}.flac"

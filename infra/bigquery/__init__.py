@@ -2,9 +2,9 @@
 
 `rows` is the usage table. `worker_hours` records how workers spend their time, and
 `webhook_deliveries` the outcome of each delivery. `daily_usage` and `anomalies` are computed from
-rows, a day at a time. `create` reads the files next to this one for the local stack, and Terraform
-reads them for the cloud. Views name a table as `${project}.${dataset}.rows`. The reports that read
-these tables are in `shared/reports`.
+rows, one day at a time. `create` reads the files next to this one for the local stack, and
+Terraform reads them for the cloud. Views name a table as `${project}.${dataset}.rows`. The reports
+that read these tables are in `shared/reports`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def views(project: str, dataset: str) -> dict[str, str]:
 
 
 def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
-    """Returns the GoogleSQL for a tenant's analysts' views: usage rows and `${only}` views.
+    """Returns the GoogleSQL for a tenant's analyst views: usage rows and `${only}` views.
 
     Args:
-        dataset: the dataset that contains the tables. The views go into a separate dataset, which
-            is the only one analysts can read.
+        dataset: the dataset that contains the tables. The views go into a separate dataset, the
+            only one that analysts can read.
         tenant: only this tenant's rows are visible. Terraform rejects names with quotes or
             backslashes.
     """
@@ -70,7 +70,7 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
 
 
 def view_columns(name: str) -> dict[str, str]:
-    """Returns the descriptions of a view's columns, in order, from the head of its file, if any."""
+    """Returns a view's column descriptions, in order, from the head of its file, if any."""
     files: dict[str, str] = {}
     for line in (_files("views") | _files("tenant_views"))[name].splitlines():
         if line.startswith("-- column "):

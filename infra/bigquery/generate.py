@@ -73,7 +73,7 @@ def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
 
 
 def _texts_below_fields(kind: type) -> dict[str, str]:
-    """Returns the text below each of a class's fields in its source, joined into one line."""
+    """Returns the text below each field in a class's source, joined into one line."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef), "the source of a class is a class; this is a bug"
     texts = {}

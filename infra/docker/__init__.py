@@ -1,1 +1,1 @@
-"""Docker images: their inputs, their build, and a test that runs them."""
+"""Docker images: their inputs, how they are built, and a test that runs them."""

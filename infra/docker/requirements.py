@@ -1,6 +1,6 @@
 """Prints the requirements from pyproject.toml, for the named extras or for the build.
 
-pip installs a project's dependencies only together with the project itself, whose image layer
+pip can install a project's dependencies only together with the project itself, whose image layer
 changes with every commit. For a workspace member, this prints the member's requirements.
 """
 
@@ -38,7 +38,7 @@ def requirements(project_file: Path, extras: list[str]) -> list[str]:
 
 
 def _members(project_file: Path, document: dict[str, Any]) -> dict[str, list[str]]:
-    """Returns the requirements of each other workspace member, by name."""
+    """Returns the requirements of each other workspace member, keyed by name."""
     patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
     files = (
         file

@@ -3,13 +3,13 @@
 There are three triggers; the highest one wins (decision 43):
 
 - `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It detects
-a step before workers are busy with it, and starts the first worker.
+a step increase before workers are busy with it, and starts the first worker.
 - `work`: the workers that are busy, plus the workers needed to finish the waiting work in time. It
-covers work that arrivals don't show: jobs from another region, and items that take longer than
-usual.
+covers work that arrivals don't show, such as jobs from another region and items that take longer
+than usual.
 - `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
   every 60 s and may stay invisible for 120 s more), or messages in RabbitMQ's queues, for
-  predictions that no API is waiting for. If no metric counts them, this trigger is omitted.
+  predictions that no API is waiting for. If no metric counts the messages, this trigger is omitted.
 
 Lost metrics never remove workers. A trigger without samples fails, so the HPA does not scale down.
 If a trigger loses some of its samples, another trigger keeps the worker count up. Worker metrics
@@ -29,7 +29,7 @@ from shared.models.catalog import Model, WorkerGroup
 MAX_UTILIZATION = 0.9
 """Target share of worker time spent on batches, used when only workers report their load."""
 PATIENT_SHARE = 0.5
-"""Share of the longest deadline within which work is finished if no caller is waiting on a
+"""Share of the longest deadline within which work must finish if no caller is waiting on a
 connection.
 """
 FRESH = "1m"
@@ -48,15 +48,15 @@ QUIET = "10m"
 """A model that receives no requests for this long may have no workers."""
 
 UTILIZATION = 0.7
-"""Share of worker time to be used by arrivals. The rest absorbs random peaks, and growth while
+"""Share of worker time that arrivals should use. The rest absorbs random peaks, and growth while
 nodes are starting.
 """
 HPA_WAIT_SHARE = 0.3
-"""Work waiting per worker, as a share of the default deadline, if no worker can be added."""
+"""Waiting work per worker, as a share of the default deadline, if no worker can be added."""
 FALLBACK_FAILURES = 6
 """Number of times a trigger may fail before KEDA's fallback takes over.
 
-Until then the HPA keeps the count.
+Until then, the HPA keeps the count unchanged.
 """
 
 
@@ -114,14 +114,14 @@ class TriggerQueries:
     """PromQL queries for the workers of one or several models in one region.
 
     Only requests from callers in this region count. Workers in all regions pull from one
-    subscription, and each region's autoscaler is responsible for its own callers and workers. If
-    one region runs out of GPUs, workers elsewhere therefore get busier and their number grows.
+    subscription, and each region's autoscaler is responsible for its own callers and workers.
+    Therefore, if one region runs out of GPUs, workers elsewhere get busier and their number grows.
 
     Requests for several models are added up, weighted by each model's seconds per item.
 
     Args:
         processes: model processes per worker. They run concurrently, so on average a worker
-            finishes an item in a process's time divided by this number.
+            finishes an item in a process's time per item divided by this number.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TriggerQueries:
         return f"({arrived} < {max_rate}) or ({max_rate} and {admitted})"
 
     def _query_arrivals(self, model: Model) -> tuple[str, str]:
-        """Returns PromQL for the items admitted, and the items rejected, each second."""
+        """Returns PromQL for the items admitted and the items rejected each second."""
         selector = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
             f"sum(rate(penstock_api_items_{name}_total{selector}))" for name in ("admitted", "shed")
@@ -182,9 +182,9 @@ class TriggerQueries:
         )
 
     def messages(self) -> str | None:
-        """Returns seconds of work in waiting messages of both priorities.
+        """Returns the seconds of work in waiting messages of both priorities.
 
-        None if no metric counts them.
+        None if no metric counts the messages.
         """
         count = self._source.messages
         if count is None:
@@ -279,12 +279,12 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
 def hpa_patch(
     group: WorkerGroup, worker: str, deployment: Deployment, processes: int
 ) -> dict[str, Any]:
-    """Returns the metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
+    """Returns the metrics for a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
     Waiting work is therefore counted in items, using the initial estimate of seconds per item. If a
-    step computes many items for little more than the cost of one, items in a busy worker don't have
-    to wait. The busy share of workers covers all models; waiting items are counted per model. The
-    arguments are the same as for `keda_patch`.
+    step computes many items for little more than the cost of one, items sent to a busy worker don't
+    have to wait. The busy share of workers covers all models; waiting items are counted per model.
+    The arguments are the same as for `keda_patch`.
     """
     region_labels = {"resource.labels.location": deployment.region}
     metrics = [

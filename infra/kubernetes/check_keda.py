@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _refuse_unknown(document: object, known: Any, where: str) -> None:
-    # The models silently drop unknown fields, so a dropped field is an unknown one.
+    # The models silently drop unknown fields, so any dropped field must be unknown.
     if isinstance(document, dict):
         newer = NEWER.get(where, set())
         unknown = document.keys() - known.keys() if isinstance(known, dict) else document.keys()

@@ -1,4 +1,4 @@
-"""An overlay's inputs apart from the catalog: where workers run, their endpoints, GPU types."""
+"""An overlay's inputs apart from the catalog: where workers run, endpoints, and GPU types."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ class Deployment(BaseModel):
     rows_url: str = ""
     """The bucket to which workers write rows. If empty, they write directly to BigQuery."""
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
-    """IP addresses of both Redis servers, for the network policy, in which an empty list would
-    allow everything.
+    """IP addresses of both Redis servers, for the network policy, where an empty list would allow
+    everything.
     """
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
-    """The workers' token audience. Empty on GKE, which needs no such tokens."""
+    """The workers' token audience. Empty on GKE, which doesn't need these tokens."""
     is_self_hosted: bool = False
     """True if the whole deployment is in a cluster outside Google (self_hosted.py)."""
     time_slicing: bool = False
@@ -99,9 +99,9 @@ class Deployment(BaseModel):
     """Catalog models to run there. None means all of them."""
     spot: bool
     overflow: GpuTypeName | None
-    """GPU type to use where the requested one is out of stock."""
+    """GPU type to use wherever the requested one is out of stock."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
-    """Reservations, keyed by GPU type. They are used up first."""
+    """Reservations, keyed by GPU type. They are used first."""
     weights_bucket: str | None = None
     """The bucket filled by `penstock weights prefetch`. None means that workers download from the
     Hub.

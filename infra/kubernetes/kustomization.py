@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"[-+]?(0o[0-7]+|(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes strings that YAML 1.2 (Kubernetes) reads as numbers and YAML 1.1 (PyYAML) does not."""
+    """Quotes strings that YAML 1.2 (Kubernetes) reads as numbers but YAML 1.1 (PyYAML) does not."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))

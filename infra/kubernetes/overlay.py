@@ -10,9 +10,9 @@ infra/terraform/platform/outside.tf. No key is created, copied, or stored anywhe
 
 A worker gets a Hub model's weights from a mounted bucket, or from the Hub itself. The bucket
 contains copies made by `penstock weights prefetch`, in the layout of workers/models/source.py.
-Cloud Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its
-file cache is on the node's disk and is filled by several downloads at once. Kernels that a worker
-compiles for its GPU are stored in the same bucket through the same mount
+Cloud Storage FUSE mounts one model's portion of it in the pod, through a sidecar that GKE adds. The
+sidecar's file cache is on the node's disk and is filled by several downloads at once. Kernels that
+a worker compiles for its GPU are stored in the same bucket through the same mount
 (workers/models/kernel_store.py).
 """
 
@@ -96,7 +96,7 @@ NOTHING = Weights({}, {}, (), ())
 
 
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
-    """Returns the source of the weights for one worker's models.
+    """Returns where one worker's models get their weights.
 
     Only models and adapters from the Hub need one.
     """
@@ -199,13 +199,13 @@ def _with_token() -> Weights:
         },
     }
     mount = {"name": "hub-token", "mountPath": TOKEN_DIR, "readOnly": True}
-    # The path, not the token: anyone who can read the pod sees its environment.
+    # Contains the path, not the token, because anyone who can read the pod can see its environment.
     settings = {"HF_TOKEN_PATH": f"{TOKEN_DIR}/{TOKEN_FILE}"}
     return Weights({}, settings, (mount,), (volume,))
 
 
 def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
-    """Returns a patch naming the secret that the SecretProviderClass of hub-token reads."""
+    """Returns a patch naming the secret that hub-token's SecretProviderClass reads."""
     secret = f"projects/{deployment.project}/secrets/{deployment.hub_token}/versions/latest"
     return {
         "apiVersion": "secrets-store.csi.x-k8s.io/v1",
@@ -218,12 +218,12 @@ def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
 def write_gpu_class(
     out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[str]:
-    """Writes a GPU node class: its ComputeClass, and the warm places on it."""
+    """Writes a GPU node class: its ComputeClass and its warm places."""
     name, folders = gpu_class(gpu), []
     if deployment.compute_classes:
         folders.append(f"compute-class-{name}")
         patch = compute_class(gpu, deployment, gpu_types)
-        # No namespace: a ComputeClass is cluster-wide, which Kustomize doesn't know.
+        # No namespace is set, because a ComputeClass is cluster-wide, which Kustomize doesn't know.
         write_parts(out / folders[-1], "compute-class", nameSuffix=f"-{name}", patches=[patch])
     if deployment.buffer:
         kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
@@ -404,7 +404,7 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
     """Empties an overlay's folder, or creates it.
 
     Args:
-        mark: file that each folder of this kind contains.
+        mark: file that every folder of this kind contains.
         kind: kind of folder, for the error message.
 
     Raises:
@@ -498,18 +498,18 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
 
 
 def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
-    """Yields worker volumes whose size differs from that in infra/kubernetes/worker."""
+    """Yields worker volumes whose size differs from the one in infra/kubernetes/worker."""
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
     classes = [model for model in group.models if model.definition.has_interface]
-    if classes:  # each of a class's processes may write a limited amount to /tmp
+    if classes:  # each of a class's processes can write a limited amount to /tmp
         process_mib = sum(-(-model.resources.disk_bytes // 2**20) for model in classes)
         tmp_mib = TMP_MIB + process_mib * placement.processes
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
 
 
 def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
-    """Returns how many more seconds models may take to start than the limit in the tree's probe."""
+    """Returns how many seconds models may take to start beyond the limit in the tree's probe."""
     startup_s = float(deployment.settings.get("PENSTOCK_STARTUP_S", 0)) or group.startup_s
     return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
 
@@ -566,7 +566,7 @@ def _worker_patch(
     if volumes:
         pod["volumes"] = volumes
     if deployment.is_outside:
-        # With an autoscaler, each apply would reset its count.
+        # If there is an autoscaler, each apply would reset its count.
         spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
     patch = deployment_patch("worker", pod, **spec)
     if weights.annotations:

@@ -20,14 +20,14 @@ DRAIN_S = 60
 KILL_MARGIN_S = 10
 """Time from the end of the drain to SIGKILL, for writing rows to disk and closing connections."""
 SPOT_SHUTDOWN_S = 30
-"""Time from the notice to a spot node's shutdown. This is GKE's default.
+"""Time from the notice until a spot node shuts down. This is GKE's default.
 
 GKE also allows 120 s (not tested).
 """
 SPOT_SYSTEM_S = 5
 """The final part of the shutdown time, which is reserved for system pods.
 
-GKE's default is 15 s, which would leave workers 15 s.
+GKE's default is 15 s, which would leave only 15 s for workers.
 """
 SPOT_DRAIN_S = 15
 SPOT_MARGIN_S = SPOT_SHUTDOWN_S - SPOT_SYSTEM_S - PAUSE_S - SPOT_DRAIN_S
@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def processes(self) -> int:
-        """Number of the worker's model processes, which run concurrently."""
+        """Number of model processes in the worker, which run concurrently."""
         return int(self.settings["PENSTOCK_PROCESSES"])
 
     @property
@@ -78,8 +78,8 @@ class Placement:
 def processes_of(models: Sequence[Model]) -> int:
     """Returns the number of model processes in a worker that serves these models.
 
-    This is the number in the catalog entry, if set. Otherwise it is one per GPU, or on a CPU one
-    per core, or a single process if weights are shared. All processes run concurrently.
+    This is the number in the catalog entry, if set. Otherwise, it is one per GPU, or one per core
+    on a CPU, or a single process if weights are shared. All processes run concurrently.
     """
     if wanted := [model.processes for model in models if model.processes]:
         return min(wanted)
@@ -116,7 +116,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     processes = processes_of(group.models)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
-        settings["PENSTOCK_SPOT"] = "false"  # otherwise the pod has no way to find out
+        settings["PENSTOCK_SPOT"] = "false"  # otherwise, the pod has no way to find out
     resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])
     if deployment.is_outside:
         chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
@@ -243,7 +243,7 @@ def _mib(memory: str) -> int:
 
 
 def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
-    # CPU is not limited, and disk is limited only by the node, so workers may use resources that
+    # CPU is not limited, and disk is limited only by the node, so workers can use resources that
     # their neighbors leave idle. On a shared node, the GPU is requested once.
     if gpu is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}

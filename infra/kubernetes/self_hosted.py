@@ -62,7 +62,7 @@ OBJECTS_DIR = "/var/lib/penstock/objects"
 CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
-"""Addresses used for an in-cluster Redis, whose pods are selected by label instead."""
+"""Placeholder addresses for an in-cluster Redis, whose pods are selected by label instead."""
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 
@@ -75,7 +75,7 @@ _PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
-    """Returns the servers that run there, by name, with JSON patches for StatefulSets."""
+    """Returns the servers that run there, keyed by name, with JSON patches for StatefulSets."""
     patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)

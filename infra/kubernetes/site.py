@@ -101,7 +101,7 @@ class EmbeddedBroker(_Part):
 class GoogleBroker(_Part):
     """Google's Pub/Sub, with topics and functions created by Terraform."""
 
-    # The `_has_a_pool_to_begin` check, as a schema.
+    # Expresses the `_has_a_pool_to_begin` check as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": _with("inbox_first", {"minimum": 1}),
@@ -111,7 +111,7 @@ class GoogleBroker(_Part):
     kind: Literal["google"]
     inbox_pool: int = Field(0, ge=0, le=1000)
     """Number of reply inboxes that Terraform created for this cluster. If 0, each API instance
-    creates its own inbox, so its account needs permission to do that.
+    creates its own inbox, so its account needs permission to do so.
     """
     inbox_first: int = Field(0, ge=0)
     """The first inbox's number."""
@@ -150,7 +150,7 @@ class EmbeddedRows(_Part):
     archive: bool = False
     """True if rows are first written to the object store, as Parquet files under `usage/`.
 
-    In that case, losing the volume loses no rows.
+    In that case, losing the volume does not lose any rows.
     """
 
 
@@ -177,7 +177,7 @@ class GivenRedis(_Part):
 
     kind: Literal["given"]
     url: str = Field(pattern=r"^rediss?://[^\s@/]+(/[0-9]+)?$")
-    """URL without a password, because it is stored in a ConfigMap."""
+    """URL without a password, because the URL is stored in a ConfigMap."""
     networks: tuple[Network, ...] = Field(min_length=1)
     """The server's addresses, for the network policies."""
 
@@ -264,7 +264,7 @@ class Google(_Part):
 class SelfHostedSite(_Part):
     """A complete deployment outside Google, in one namespace."""
 
-    # The `_can_reach_google` check, as a schema.
+    # Expresses the `_can_reach_google` check as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": {
@@ -301,7 +301,7 @@ class SelfHostedSite(_Part):
     google: Google | None = None
     time_slicing: bool = False
     """True if GPU nodes have the label `nvidia.com/device-plugin.config`, which sets how many
-    workers share a GPU. Otherwise workers may run on any node with a GPU.
+    workers share a GPU. Otherwise, workers may run on any node with a GPU.
     """
     autoscaling: Autoscaling | None = None
     """If None, each model has `replicas.min` workers, but at least one."""
@@ -335,8 +335,8 @@ KINDS: dict[str, dict[str, type[BaseModel]]] = {
 def site_schema() -> dict[str, Any]:
     """Returns the JSON schema (2020-12) for a site file. It accepts the same files as `read_site`.
 
-    Alternatives are conditions on `kind`, so a validator names the invalid field in the selected
-    alternative instead of reporting that no alternative matches.
+    Alternatives are expressed as conditions on `kind`, so a validator names the invalid field in
+    the selected alternative instead of reporting that no alternative matches.
     """
     schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
@@ -356,7 +356,7 @@ def _conditional(schema: Any) -> Any:
         ]
         return chosen | {"allOf": rules}
     if "patternProperties" in schema:
-        # Pydantic rejects other names, but its schema doesn't show it.
+        # Pydantic rejects unknown names, but its schema doesn't show that.
         schema = schema | {"additionalProperties": False}
     optional = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(optional) == 1 and len(schema["anyOf"]) == 2:

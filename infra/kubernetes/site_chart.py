@@ -2,13 +2,13 @@
 
 Its values are the fields of a site file, and its schema comes from the site's models (site.py). As
 a result, `helm install --values site.yaml` accepts the same file as self_hosted.py and creates the
-same objects. The chart contains the models' objects so, like the images, it is specific to one
+same objects. The chart contains the models' objects, so, like the images, it is specific to one
 catalog.
 
-The templates are not written by hand. Kustomize renders the overlays of a site in which every value
-is a placeholder mark. Each mark is replaced by its value's template expression, and objects that
-only some sites have are wrapped in a condition. Any change to the tree therefore also carries over
-to the chart.
+The templates are not handwritten. Kustomize renders the overlays of a site in which every value is
+a placeholder mark. Each mark is replaced by its value's template expression, and objects that only
+some sites have are wrapped in a condition. Any change to the tree therefore also carries over to
+the chart.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ _OF_SITE = frozenset(
     | {f"PENSTOCK_{name}" for name in ("INVOICE_SELLER", "INVOICE_TAX_NAME", "INVOICE_TAX_PERCENT")}
     | {"PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_TRUSTED_PROXIES"}
 )
-"""Settings that _site.tpl derives from the values. All others are the same in every site."""
+"""Settings that _site.tpl derives from the values. All other settings are the same in every site.
+"""
 EMBEDDED, OF_GOOGLE, RABBITMQ = (
     f'eq .Values.broker.kind "{kind}"' for kind in ("embedded", "google", "rabbitmq")
 )
@@ -115,7 +116,7 @@ _CONDITIONS = {
     "redis": 'eq .Values.redis.kind "embedded"',
     "row-archive": "$site.rows.archive",
 }
-"""Conditions for the objects with these names, except policies. All other objects are in every
+"""Conditions for the objects with these names, except policies. All other objects exist in every
 site.
 """
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
@@ -310,7 +311,7 @@ def _settings_of(slug: str | None) -> str:
 
 
 def _config(out: Path, manifest: dict[str, Any], block: Block) -> str:
-    """Writes the parts that are the same in every site into a file alongside the templates.
+    """Writes the parts that are the same in every site to a file alongside the templates.
 
     Returns the template's name.
     """

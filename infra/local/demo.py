@@ -137,7 +137,7 @@ def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
 
 @dataclass
 class DemoCall:
-    """A call: the timings from its response headers, and the measured round trip."""
+    """A call: the timings from its response headers, and the measured round-trip time."""
 
     what: str
     cache: str
@@ -147,7 +147,7 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Returns the call's row. Time not spent waiting or computing counts as overhead."""
+        """Returns the call's row. Time spent neither waiting nor computing counts as overhead."""
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))

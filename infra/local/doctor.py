@@ -121,7 +121,7 @@ def report(diagnoses: Iterable[Diagnosis], *, as_json: bool = False) -> int:
 
 def _show(finding: Diagnosis) -> None:
     verdict, color = ("MISS", "red") if finding.fix else ("ok", "green")
-    # Colors are dropped if the output is not a terminal.
+    # Colors are omitted if the output is not a terminal.
     typer.echo(f"{typer.style(f'{verdict:<5}', fg=color)} {finding.what:<12} {finding.facts}")
     if finding.fix:
         typer.echo(f"{'':<18} fix: {finding.fix}")
@@ -231,7 +231,7 @@ def _disk() -> Diagnosis:
 def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # Includes caches that Linux can reclaim. Without them, free memory is low on any busy
+        # Includes caches that Linux can reclaim. Without them, free memory looks low on any busy
         # machine.
         available = re.search(
             r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")

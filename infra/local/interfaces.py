@@ -104,7 +104,7 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
 def local_classes(models_file: Path) -> Iterator[LocalClass]:
     """Yields the local classes.
 
-    Yields nothing if the catalog can't be read, because its reader reports that.
+    Yields nothing if the catalog can't be read, because the catalog's reader reports that.
     """
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A process in the local stack, with its own process group, a log file, and a stop limit.
+"""A process in the local stack, with its own process group, log file and stop time limit.
 
 It is killed when the process that started it exits, for whatever reason (infra/local/reaper.py).
 """
@@ -27,7 +27,7 @@ _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
 LAST_LINE_BYTES, LAST_LINE_CHARS = 4096, 160
-"""Bytes read from a log's end to find its last line, and characters shown of that line."""
+"""Bytes read from a log's end to find its last line, and how many of its characters to show."""
 LAST_LINES = 20
 ANSWER_LIMIT_S = 5.0
 FREE_PORTS = (15_000, 32_000)
@@ -41,15 +41,15 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 class Process:
     """A running program. Entering the context starts the program, and leaving it stops the program.
 
-    Once it has exited, it remains a zombie until it is stopped or started again, so that no other
-    process gets its ID, which is also its group's ID (except on macOS before Python 3.13, see
-    `exit_code`).
+    Once the program has exited, it remains a zombie until it is stopped or started again, so that
+    no other process gets its ID, which is also its group's ID (except on macOS before Python 3.13,
+    see `exit_code`).
 
     Args:
-        log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
+        log_dir: folder for `<name>.log`, which contains both output streams and is overwritten at
             the first start. Later starts append to the file, so it still contains the reason for
             the last exit.
-        environment: the process's complete environment. None means this process's own variables.
+        environment: the process's complete environment. None means the current process's variables.
         stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
@@ -131,7 +131,7 @@ class Process:
                     f"{self.name} {self.ending} before it was ready{self.last_words()}"
                 )
             if time.monotonic() > deadline_s:
-                self.stop()  # first, because output during shutdown may contain the reason
+                self.stop()  # done first, because output during shutdown may contain the reason
                 raise Unavailable(
                     f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
                 )
@@ -194,7 +194,7 @@ class Process:
             popen, self._popen = self._popen, None
             if popen is not None:
                 # Kills it if it ignores SIGTERM, along with any processes left in its group. This
-                # comes before the wait that frees its ID, which another group could then get.
+                # happens before the wait that frees its ID, which another group could then get.
                 _kill_group(popen.pid)
                 popen.wait(KILL_LIMIT_S)
 
@@ -316,7 +316,8 @@ def free_port() -> int:
         Unavailable: no free port was found.
     """
     for _ in range(PORT_TRIES):
-        # Below the kernel's ephemeral ports, which another process might get before our caller.
+        # Below the kernel's ephemeral ports, which another process might grab before our caller
+        # does.
         port = _random.randrange(*FREE_PORTS)
         # The UDP port with the same number is otherwise unused and serves as the reservation. The
         # kernel frees it when this process exits.

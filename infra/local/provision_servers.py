@@ -1,6 +1,6 @@
 """`penstock provision`: creates topics, subscriptions, and tables on embedded or local servers.
 
-The local stack does the same when it starts. Deployments whose servers run in containers do this
+The local stack does the same at startup. Deployments whose servers run in containers run this
 before the API starts. On Google's servers, Terraform creates them.
 """
 

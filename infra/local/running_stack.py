@@ -35,7 +35,7 @@ class RunningStack:
     settings: dict[str, str]
     processes: dict[str, int]
     needs_keys: bool
-    """True if requests need a key from the key directory in its settings."""
+    """True if requests need a key from the key directory in the stack's settings."""
 
 
 class Announcement:
@@ -46,7 +46,7 @@ class Announcement:
         self._written: RunningStack | None = None
 
     def update(self, now: RunningStack) -> None:
-        """Writes the file if anything has changed. Only its owner may read it."""
+        """Writes the file if anything has changed. Only the file's owner can read it."""
         if now == self._written:
             return
         part = self._path.with_suffix(".part")

@@ -2,8 +2,8 @@
 
 The code is the same as in the cloud; only endpoints, set by environment variables, differ. It is
 used by `penstock up`, `penstock demo`, and the end-to-end tests. The first start creates persistent
-signing keys for the API and functions, and builds missing optimized graphs while everything else
-starts.
+signing keys for the API and functions, and builds any missing optimized graphs while everything
+else starts.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ REPLACED_BY = {
     "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
-"""For each server, the setting that specifies its replacement."""
+"""For each server, the setting that names its replacement."""
 
 
 def load_secrets(state_dir: Path) -> dict[str, str]:
-    """Returns this state folder's secrets, keyed by setting. They stay the same across starts.
+    """Returns this state folder's secrets, keyed by setting.
+
+    The secrets stay the same across starts.
 
     Args:
         state_dir: folder of `secrets.json`, which only its owner may read.
@@ -112,7 +114,9 @@ def choose_graphs(model: Model) -> str:
 def await_graphs(
     makers: Mapping[str, Process], report: Callable[[str, str], None]
 ) -> Iterator[str]:
-    """Yields model names as their graph builders finish. A model without graphs is served by torch.
+    """Yields each model's name when its graph builder finishes.
+
+    A model without graphs is served by torch.
 
     Args:
         report: receives a word and details for each builder that is slow or fails.
@@ -136,9 +140,11 @@ def await_graphs(
 
 
 class Stack:
-    """The running pipeline. Entering starts all parts and waits for them; leaving stops them.
+    """The running pipeline.
 
-    `without_waiting` is an alternative entry that does not wait for the workers.
+    Entering the context starts all parts and waits for them; leaving it stops them.
+
+    `without_waiting` is an alternative way to enter it that does not wait for the workers.
 
     Args:
         settings: `PENSTOCK_*` variables for every process, which override the stack's own. A server
@@ -278,7 +284,7 @@ class Stack:
 
     @property
     def parts(self) -> list[SupervisedPart]:
-        """The processes to supervise once all of them have been started."""
+        """The processes to supervise, once all of them have been started."""
         always: tuple[Callable[[], bool], float] = (lambda: True, 0.0)
         workers = set(self.workers.values())
         return [
@@ -313,7 +319,7 @@ class Stack:
     def _free_health_ports(self, workers: int) -> list[int]:
         """Returns a free port for each worker.
 
-        Only the stack needs to know these ports, so ports in use are skipped.
+        Only the stack needs to know these ports, so ports that are in use are skipped.
         """
         free = list(islice((port for port in self.ports.health if not listens(port)), workers))
         if len(free) < workers:
@@ -335,7 +341,8 @@ class Stack:
         ]
 
     def _start_servers(self, undo: ExitStack) -> None:
-        # A socket path may be at most 107 bytes, so the state folder's own path may be too long.
+        # A socket path can be at most 107 bytes long, so the state folder's own path may be too
+        # long.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
         socket_dir = Path(
             undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place))

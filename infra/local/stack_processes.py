@@ -28,7 +28,7 @@ taken away.
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
 """Variable with the script's path, for using a different version than the installed package."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Debian's folder for the scripts. The one on PATH can be run only by root or rabbitmq."""
+"""Debian's folder for the scripts. The script on PATH can be run only by root or rabbitmq."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 API_STOP_LIMIT_S = 12.0
@@ -134,7 +134,7 @@ class RabbitServer(Process):
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": mapper_port,
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            # The port for other nodes in a cluster, of which there are none here.
+            # The port for other nodes in a cluster, though there are none here.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}

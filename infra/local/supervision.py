@@ -31,7 +31,7 @@ Each interval is twice as long as the previous one.
 PATIENCE_S = 60.0
 """Time after which startup no longer waits for a part that is not ready yet."""
 WRONG_CONFIGURATION = 2
-"""Exit code of a worker that can't be fixed by a restart: its entry, its package, or a setting is
+"""Exit code of a worker that a restart can't fix, because its entry, its package, or a setting is
 invalid.
 """
 
@@ -162,7 +162,7 @@ class _Watched:
         self._part.process.ask_to_stop()
 
     def _restart(self) -> str | None:
-        """Starts the part again if it has exited, or if its time to stop has run out."""
+        """Starts the part again if it has exited, or if it has run out of time to stop."""
         process = self._part.process
         if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
             return None
@@ -192,7 +192,7 @@ class _Watched:
         if self._part.is_ready():
             self._on_ready()
         elif self._clock() > self._ready_by_s:
-            process.stop()  # first, because output during shutdown may contain the reason
+            process.stop()  # done first, because output during shutdown may contain the reason
             return self._handle_death(f"was not ready within {self._part.limit_s:g} s")
         elif self._clock() >= self._progress_s:
             waited_s = self._clock() - self._since_s
@@ -239,7 +239,7 @@ class _Watched:
             return None
         if deaths > MAX_DEATHS:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
-        # No jitter, because nothing else restarts at the same time.
+        # There is no jitter, because nothing else restarts at the same time.
         pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
         self._start_again(pause_s, death, f"{deaths} of {MAX_DEATHS}")
         return None

@@ -1,6 +1,6 @@
 """`penstock up`: runs the stack until Ctrl-C, and prints how to use it.
 
-A part that dies is restarted. The others keep their state, just like in the cloud. If other
+A part that dies is restarted. The other parts keep their state, just like in the cloud. If other
 machines can reach the API, it requires keys and does not send webhooks to private addresses.
 """
 
@@ -56,7 +56,7 @@ def secure_settings(
     command that does.
 
     Args:
-        may_show_key: True if only the user will read these lines. Otherwise, no key is created,
+        may_show_key: True if only the user will see these lines. Otherwise, no key is created,
             because it would end up in logs.
 
     Raises:
@@ -193,7 +193,7 @@ def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
     listed = "\n".join(f"  {label:<10}{where}" for label, where in lines.items())
     example = EXAMPLES[model.task].request(model, "a mill by a river")
     body = json.dumps(example.body)
-    # The certificate is for the name used by other machines.
+    # The certificate is for the name that other machines use.
     options = " -k" if stack.settings.tls_cert else ""
     if stack.settings.keys_url:
         options += " -H 'Authorization: Bearer YOUR_KEY'"

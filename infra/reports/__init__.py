@@ -1,1 +1,1 @@
-"""Command-line reports: commands, formats, and the tables the reports read."""
+"""Command-line reports: commands, formats, and the tables that the reports read."""

@@ -24,7 +24,9 @@ from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 CSV_PLACES = 12
-"""Number of decimal places in a CSV amount. A program may add up many amounts."""
+"""Number of decimal places in a CSV amount. More than usual, because a program may add up many
+amounts.
+"""
 MAX_LINES = 500
 """Maximum number of rows in a table. CSV and Parquet files have all rows."""
 LONG = 40
@@ -127,7 +129,7 @@ FORMATS: Mapping[str, Formatted] = {
 
 
 def as_html(results: Sequence[ReportResult]) -> bytes:
-    """Returns the page. It contains a copy of plotly.js, about 5 MB.
+    """Returns the page. The page contains a copy of plotly.js, about 5 MB.
 
     Raises:
         BadInput: plotly is not installed.
@@ -228,7 +230,7 @@ def _figure(drawing: Drawing) -> Any:
         margin={"l": 8, "r": 8, "t": 8, "b": 8},
         legend={"orientation": "h", "y": -0.25},
         showlegend=len(drawing.series) > 1 and drawing.kind != "heat",
-        # Readable on both white and black, so the page may have either background.
+        # Readable on both white and black, so the page can have either background.
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#808080"},

@@ -62,7 +62,7 @@ def _section(report: Report) -> Iterator[str]:
 
 
 def _columns(columns: Mapping[str, str]) -> Iterator[str]:
-    """Yields the names of shared columns and a list of the others."""
+    """Yields the names of shared columns and a list of the other columns."""
     others = dict(columns.items() - _find_shared_columns().items())
     shared = [f"`{name}`" for name in columns if name not in others]
     if shared:
@@ -83,7 +83,7 @@ def _list_columns(columns: Mapping[str, str]) -> Iterator[str]:
 def _find_shared_columns() -> dict[str, str]:
     """Returns columns that several reports and views describe in the same way.
 
-    A column with several such descriptions has the most frequent one.
+    If a column has several such descriptions, the most frequent one is used.
     """
     sections = (*(report.columns for report in reports().values()), *map(view_columns, VIEWS))
     counts = Counter(chain.from_iterable(columns.items() for columns in sections))

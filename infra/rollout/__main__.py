@@ -22,7 +22,7 @@ from shared.models.catalog_file import read_catalog
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one of the commands. Returns the exit status."""
     options = _parser().parse_args(argv)
-    # Cloud Build sends SIGTERM when a step times out, and the rollout is then rolled back.
+    # Cloud Build sends SIGTERM when a step times out, which triggers a rollback.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         rollout = _rollout(options)

@@ -57,7 +57,8 @@ class GoogleClient:
         """Returns the resource at `path`, or None if it doesn't exist and is allowed to be missing.
 
         Raises:
-            Unavailable: there was no response, or it was an error, which is quoted in the message.
+            Unavailable: there was no response, or the response was an error, which the message
+                quotes.
         """
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 
@@ -95,7 +96,7 @@ class GoogleClient:
     ) -> dict[str, Any] | None:
         url = f"{self._endpoints[api]}/{path}"
         try:
-            # A new connection for each call, because they are minutes apart.
+            # Opens a new connection for each call, because calls are minutes apart.
             with AuthorizedSession(self._credentials) as session:
                 answer = session.request(verb, url, timeout=CALL_LIMIT_S, **options)
         except (OSError, GoogleAuthError) as error:  # request errors are OSErrors

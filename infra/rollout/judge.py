@@ -29,7 +29,8 @@ class CanaryJudge:
 
     Args:
         error_ratio: share of responses that may be 5xx.
-        least_requests: with fewer requests than this, a revision is neither good nor bad.
+        least_requests: with fewer requests than this, a revision is considered neither good nor
+            bad.
     """
 
     def __init__(

@@ -28,11 +28,13 @@ Check = Callable[[str], list[str]]
 
 _READY_LIMIT_S = 10.0
 _NETWORK_S = 10.0
-"""Added to a model's deadline, so that the API's own error arrives before the limit."""
+"""Added to a model's deadline, so that the API's own error arrives before the time limit."""
 
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
-    """Sends a request for each model in `catalog` with replicas.min >= 1. Returns a line for each.
+    """Sends a request for each model in `catalog` with replicas.min >= 1.
+
+    Returns a line for each model.
 
     Models that scale to zero are skipped, because their first response waits for a GPU regardless
     of the API.
@@ -40,7 +42,8 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     Raises:
         Unavailable: a response was wrong or did not arrive within the model's deadline.
     """
-    # Not /healthz, because on Cloud Run, Google's front end responds to that path itself with 404.
+    # Avoids /healthz, because on Cloud Run, Google's front end responds to that path itself with
+    # 404.
     _fetch(urllib.request.Request(f"{url}/readyz"), _READY_LIMIT_S)
     warm_models = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in warm_models]
@@ -107,7 +110,8 @@ class Rollout:
         services: keyed by region, in rollout order.
         public_urls: each region's public URL, checked after each step.
         steps_percent: the candidate's traffic shares, increasing to 100.
-        watch_s: how long each share is watched, in seconds. The counts lag by three minutes.
+        watch_s: how long each share is watched, in seconds. The request counts lag by three
+            minutes.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class Rollout:
         """Checks that traffic is pinned. Changes nothing.
 
         Raises:
-            ConfigurationError: running apply now would immediately expose its new revision to
+            ConfigurationError: running apply now would immediately expose the new revision to
                 callers.
         """
         for region, service in self._services.items():

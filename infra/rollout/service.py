@@ -1,4 +1,4 @@
-"""A Cloud Run service as a rollout sees it: its revisions and how traffic is split.
+"""A Cloud Run service from a rollout's point of view: its revisions and how traffic is split.
 
 Source: Cloud Run Admin API v2, projects.locations.services
     (https://docs.cloud.google.com/run/docs/reference/rest/v2).

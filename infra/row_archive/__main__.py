@@ -109,7 +109,7 @@ async def _run(settings: RowArchiveSettings, objects: ObjectStore) -> None:
 async def _passes(
     settings: RowArchiveSettings, objects: ObjectStore, stopped: asyncio.Event
 ) -> None:
-    """Runs passes until stopped. The current pass is finished first."""
+    """Runs passes until stopped. The current pass finishes first."""
     loader = _loader(settings) if settings.archive_loads else None
     tables = [_Table(objects, table, loader) for table in TABLES]
     pauses = backoff(1.0, MAX_PAUSE_S)

@@ -1,6 +1,6 @@
 """Moves a table's rows from the object store into Parquet files and BigQuery, in passes.
 
-A pass starts with a list of its objects, `pending/TABLE.json`. Any process that finds a list
+A pass starts by writing a list of its objects, `pending/TABLE.json`. Any process that finds a list
 resumes it, so an interrupted pass is repeated with the same rows, file names, and load job names.
 Lines are checked against their table's schema. Rows are removed from `incoming` once their Parquet
 file exists and BigQuery has them. Later, a day's small files are merged into one, and lost tables
@@ -51,7 +51,7 @@ PASS_OBJECTS = 2000
 PASS_MAX_BYTES = 64 * 1024 * 1024
 """Maximum compressed size of a pass.
 
-Its rows take up about ten times that much, in a folder that may be in memory.
+Its rows take up about ten times that much space, in a folder that may be in memory.
 """
 CALLS = 8
 """Number of objects read or removed concurrently."""
@@ -99,7 +99,7 @@ class CheckedLines(NamedTuple):
 
 
 class LineChecker:
-    """Separates lines that are rows of a table from all others."""
+    """Separates lines that are rows of a table from all other lines."""
 
     def __init__(self, table: str) -> None:
         fields = [
@@ -139,7 +139,7 @@ def decompress_lines(data: bytes) -> list[bytes]:
     """Decompresses an object. Returns its lines.
 
     Raises:
-        ValueError: it is not in gzip format, is truncated, or exceeds UNPACKED_MAX_BYTES.
+        ValueError: the data is not in gzip format, is truncated, or exceeds UNPACKED_MAX_BYTES.
     """
     unpacking = zlib.decompressobj(_GZIP)
     try:
@@ -171,7 +171,7 @@ class _TakenOverError(Exception):
 class RowArchive:
     """The archive of one table.
 
-    Two processes may run at the same time for a moment, such as the old and new ones during a
+    Two processes may briefly run at the same time, such as the old and new ones during a
     deployment. They do the same work under the same names, and the slower one yields to the other.
 
     Args:
@@ -189,7 +189,7 @@ class RowArchive:
         return f"pending/{self._table}.json"
 
     async def run_once(self) -> bool:
-        """Archives some objects. Returns whether there may be more.
+        """Archives some objects. Returns whether there may be more rows.
 
         Raises:
             Unavailable: the store or BigQuery is unreachable. Nothing is lost.
@@ -247,8 +247,8 @@ class RowArchive:
         try:
             return msgspec.json.decode(data, type=_Pass)
         except msgspec.DecodeError as error:
-            # Some other program wrote it. The objects it listed are still in `incoming`, and may
-            # also be in files.
+            # The list was written by some other program. The objects listed there are still in
+            # `incoming`, and may also be in files.
             log.error("dropping a damaged list", extra={"key": self._list_key}, exc_info=error)
             await self._objects.delete(self._list_key)
             return None
@@ -306,7 +306,7 @@ class RowArchive:
         except BadInput:
             if await self._find_unfinished() != archive_pass:
                 raise _TakenOverError from None
-            log.warning("rows are gone", extra={"key": key})  # they were deleted from outside
+            log.warning("rows are gone", extra={"key": key})  # they were deleted by something else
             return []
         try:
             return await asyncio.to_thread(decompress_lines, data)
@@ -343,7 +343,7 @@ def archive_folder(table: str, day: str) -> str:
 
 
 def _age_s(key: str) -> float:
-    """Returns an object's age from its name. 0 if the name has a different format."""
+    """Returns an object's age from its name, or 0 if the name has a different format."""
     try:
         at = datetime.strptime(key.rpartition("/")[2][:22], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
     except ValueError:
@@ -457,4 +457,4 @@ class RowArchiveSettings(Settings):
     """True if rows are also loaded into BigQuery. Reports need that."""
     health_host: str = "127.0.0.1"
     health_port: int = Field(8089, ge=0, le=65535)
-    """Port of /metrics. It opens as soon as the process is running."""
+    """Port of /metrics. The port opens as soon as the process is running."""

@@ -44,7 +44,7 @@ class BigQueryLoader:
         """See RowLoader. BigQuery remembers job names for six months.
 
         The embedded BigQuery forgets them when it exits. Views drop the rows that are then loaded
-        again.
+        twice.
         """
         from google.api_core.exceptions import GoogleAPICallError
 

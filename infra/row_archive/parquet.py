@@ -32,7 +32,7 @@ class ParquetFiles(NamedTuple):
     whole: Path
     """A file containing all rows."""
     by_day: dict[str, Path]
-    """The files, keyed by day, such as `2026-11-23`."""
+    """The per-day files, keyed by day, such as `2026-11-23`."""
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:

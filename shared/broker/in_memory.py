@@ -13,8 +13,8 @@ all three brokers (tests/shared/test_brokers.py):
 - Messages arrive in the order in which they were published. In an ordered subscription, unacked
   messages with the same ordering key are held by one subscriber at a time. If one is redelivered,
   so are later messages with the same key.
-- A subscriber holds at most `max_messages`, and receives no more once it exceeds `max_bytes`.
-  Subscribers take turns.
+- A subscriber holds at most `max_messages` messages, and receives no more once they exceed
+  `max_bytes`. Subscribers take turns.
 - A message returned `max_delivery_attempts` times becomes a dead letter.
 - It rejects everything that Pub/Sub or RabbitMQ rejects: a missing topic, an empty or oversized
   message, and out-of-range attributes, names, settings and filters.
@@ -68,7 +68,7 @@ _ID = re.compile(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}")
 
 @dataclass(eq=False)
 class _Delivery:
-    """A message in one subscription. `number` is its position in publication order."""
+    """A message in one subscription. `number` is the message's position in publication order."""
 
     number: int
     data: bytes
@@ -225,7 +225,7 @@ class InMemorySubscription:
         self._hand_back(held)
 
     def fail(self, error: PenstockError) -> None:
-        """Ends the iteration with `error`, as a broker does when a subscription is deleted."""
+        """Ends the iteration with `error`, just as a broker does when a subscription is deleted."""
         self._end = error
         self._arrival.set()
 
@@ -250,7 +250,7 @@ class InMemorySubscription:
     def expire_leases(self) -> None:
         """Loses all held messages.
 
-        They are marked `lost` and redelivered here or elsewhere.
+        They are marked `lost` and redelivered here or to another subscriber.
         """
         held, self._held = list(self._held.values()), {}
         self._lose(held)
@@ -298,7 +298,7 @@ class InMemoryBroker:
         self._queues: dict[str, _Queue] = {}
         self._ids = itertools.count(1)
         self.outage: PenstockError | None = None
-        """If set, every publish raises it, as if the broker were unreachable."""
+        """If set, every publish raises this error, as if the broker were unreachable."""
         self.published = 0
         """Number of published messages, including dead letters."""
         self.round_trip = SmoothedDuration()
@@ -449,7 +449,7 @@ class InMemoryBroker:
         return f"{kind}-{next(self._ids)}"
 
     def hand_back(self, queue: _Queue, delivery: _Delivery) -> None:
-        """Requeues a message, or dead-letters it after too many deliveries."""
+        """Requeues a message, or moves it to the dead letters after too many deliveries."""
         settings = queue.settings
         is_dead = delivery.attempts >= settings.max_delivery_attempts
         if is_dead and settings.dead_letter_topic_id in self._topics:

@@ -20,10 +20,10 @@ from shared.errors import BadInput
 
 GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MAX_SAMPLE_S = 5.0
-"""Longer measurements are outages and do not reflect the usual time."""
+"""Longer measurements indicate outages and do not reflect the usual time."""
 
 JOB_RETENTION_S = 3600
-"""Longer than any deadline, so no caller is waiting for older messages."""
+"""Longer than any deadline, so no caller is still waiting for older messages."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Set explicitly because, with the service's default, a job waits 10 s after its worker dies."""
@@ -67,10 +67,11 @@ class ReceivedMessage:
 
 
 class SmoothedDuration:
-    """A repeatedly measured duration, in seconds. 0 until the first measurement.
+    """A repeatedly measured duration, in seconds, or 0 until the first measurement.
 
-    Smoothed like TCP round trips: RFC 6298, section 2 (https://www.rfc-editor.org/rfc/rfc6298). It
-    is based on a mean and a mean deviation, both exponentially weighted.
+    Smoothed like TCP round-trip times (RFC 6298, section 2:
+    https://www.rfc-editor.org/rfc/rfc6298). It is based on a mean and a mean deviation, both
+    exponentially weighted.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class SmoothedDuration:
 
     @property
     def most_s(self) -> float:
-        """A duration that few measurements exceed."""
+        """A duration that only a few measurements exceed."""
         return self.mean_s + DEVIATIONS * self._deviation_s
 
     def record(self, took_s: float) -> None:
@@ -139,7 +140,7 @@ class Subscription(Protocol):
         """How long the broker takes to respond, as measured."""
 
     def hold(self, max_messages: int) -> None:
-        """Sets how many unacked messages may be held from now on: at least the initial number.
+        """Sets how many unacked messages may be held from now on, at least the initial number.
 
         The change takes effect gradually, in the background: increases happen quickly, and
         decreases happen as messages are acked. The bytes of additional messages are also limited by
@@ -221,7 +222,7 @@ class SubscriptionSettings:
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     is_reply: bool = False
-    """True if it carries replies, which are useful only briefly and to one instance."""
+    """True if it carries replies, which are useful only briefly and only to one instance."""
     push_endpoint: str = ""
     """URL to which the broker posts messages. If empty, messages are pulled."""
 
@@ -345,8 +346,8 @@ def parse_filter(text: str) -> AttributeFilter | None:
 async def make_jobs(admin: Admin, model: str) -> None:
     """Creates the topics for a model's jobs and dead letters, with their subscriptions.
 
-    There is one job subscription per priority, and one that keeps the dead letters. Existing topics
-    and subscriptions are not changed.
+    Each priority has one job subscription, and one more subscription keeps the dead letters.
+    Existing topics and subscriptions are not changed.
 
     Raises:
         PenstockError: raised by the admin's calls.
@@ -387,7 +388,7 @@ def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSett
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
     """Creates an inbox's topics and subscriptions if they don't exist.
 
-    There is one subscription per slot, and one without a filter for direct replies.
+    Each slot has one subscription, and one more without a filter is for direct replies.
 
     Args:
         inbox: a number in the pool or an instance ID.

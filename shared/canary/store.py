@@ -48,7 +48,7 @@ class CanaryState(NamedTuple):
     is_alive: bool
     """True if one of its workers is alive."""
     taken_back: str = ""
-    """The reason it no longer receives requests. Empty if it was not rolled back."""
+    """The reason the canary no longer receives requests. Empty if it was not rolled back."""
 
     @property
     def is_serving(self) -> bool:
@@ -99,7 +99,7 @@ class CanaryStore(RedisStore):
     async def may_judge(self, canary: Revision) -> bool:
         """Returns whether it is this process's turn to evaluate the canary.
 
-        One process does this each second.
+        Only one process does this in any given second.
         """
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))

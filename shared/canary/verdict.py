@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from shared.models.entry import Canary
 
 COMPARISON_TENANT = "penstock-canary"
-"""The tenant, for rows and fair shares, of items that run only for comparison."""
+"""The tenant used in rows and fair shares for items that run only for comparison."""
 FALSE_ALARM = 1e-5
 """Probability below which a canary is judged bad.
 
 It is small because canaries are checked every second.
 """
 MIN_ITEMS = 50
-"""Minimum number of items from the other revision for comparing times."""
+"""Minimum number of items from the other revision needed to compare times."""
 P95 = 0.95
 SLACK_S = 0.05
-"""Smaller delays are not noticeable, and a busy machine can add this much on its own."""
+"""Smaller delays are not noticeable, and a busy machine can add this much by itself."""
 OUTSIDE_RATIO = 0.01
 """Fraction of compared results that may be outside the tolerance because of rounding."""
 STEP = 1.1
@@ -77,7 +77,7 @@ class CanaryCounts:
     canary: RevisionCounts = field(default_factory=RevisionCounts)
     compared: int = 0
     outside: int = 0
-    """Compared results that were outside the tolerance."""
+    """Number of compared results that were outside the tolerance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ many times they run these steps (shared/stores/flow_runs.py):
 
 1. `mark`: records the outcomes of a job's items. The first outcome wins. 2. `advance`: publishes
 more of the step's jobs. If the step is finished, plans the steps that depend on it and publishes
-their first jobs, or ends the run. 3. The caller writes rows, and acks its message last. If the
+their first jobs, or ends the run. 3. The caller writes rows and acks its message last. If the
 caller dies before that, the message is redelivered, its items are found to be finished, and the run
 is advanced again.
 
 A step job's IDs are derived from its position: its request is the run, and its part and item
-indexes are based on step and position. So a job published twice is computed once, except for
-concurrent deliveries, only one of which counts.
+indexes are based on step and position. As a result, a job published twice is computed once, except
+for concurrent deliveries, only one of which counts.
 
 A run that fails, is late or is canceled is closed first, so that no further items count. This way,
-the run's reply agrees with the charges in its rows.
+the run's reply matches the charges in its rows.
 
 Calls raise Unavailable if Redis or the broker does not respond.
 """
@@ -91,7 +91,7 @@ MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
 """Maximum JSON size of a job's items. The rest is reserved for the message's other parts."""
 ORPHANED_S = 5.0
 """How long after its arrival a run is taken over, in seconds, if its API instance has not reported
-that all first jobs are published.
+that all of the first jobs have been published.
 """
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class FlowEngine:
     def _build_planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
-        """Returns the items that no worker completed. A worker records items when it pulls them."""
+        """Returns the items that no worker completed. Workers record items when they pull them."""
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
@@ -462,7 +462,7 @@ class FlowEngine:
     async def _end_closed(
         self, run_id: str, record: Record, state: RunState, envelope: Envelope | None = None
     ) -> None:
-        """Ends the record of a closed or canceled run and records the cost of its items.
+        """Ends the record of a closed or canceled run, including the cost of its items.
 
         Args:
             envelope: used to count the end of the run in metrics. None if the API counts it.

@@ -41,7 +41,7 @@ PAGE_ITEMS = 64
 
 
 class Run:
-    """A run as stored in Redis, and what is derived from it.
+    """A run as stored in Redis, and what can be derived from it.
 
     Raises:
         BadInput: a value does not match the plan.
@@ -96,7 +96,7 @@ class Run:
         """Fails the run if an item has failed in a step without a default.
 
         Raises:
-            RunFailed: contains the first such item's error.
+            RunFailed: contains the error from the first such item.
         """
         for index in sorted(self.outcomes):
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
@@ -133,7 +133,7 @@ class RunFailed(BadInput):
 
 
 async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
-    """Returns the keys of files created by a run, except files that the cache may reference."""
+    """Returns the keys of files a run created, except files that the cache may reference."""
     state = await runs.read(run_id)
     bodies = map(_bodies.decode, await runs.read_planned(run_id))
     uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
@@ -156,7 +156,7 @@ async def outcomes_after(
     An item is yielded only after all preceding items that may still finish.
 
     Args:
-        seen: number of the last known item. -1: none.
+        seen: number of the last known item, or -1 if none.
 
     Yields:
         The item's number in this order, and its outcome.
@@ -201,6 +201,6 @@ def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
         if own is not None:
             reason = error.message.removeprefix(f"{error.field}: ")
             return ItemError(error.code, f"{own}: {reason}", own)
-        # not the caller's mistake: the value came from the previous step
+        # not the caller's mistake, because the value came from the previous step
         known = ModelFailed(error.message)
     return ItemError(known.code, f"step {step.id!r}{item}: {error.message}")

@@ -1,9 +1,9 @@
 """Steps between drawing an image and delivering it: a safety check and an upscaler.
 
-An image model's entry may name a model for each (`image.safety`, `image.upscale`). A request that
-needs either one runs as a flow whose first step draws the images. Each image is checked separately,
-and enlarged if it is safe. A run therefore has a single deadline and price, and any worker can
-continue it (docs/decisions/0113-after-the-image.md).
+An image model's entry may name a model for each step (`image.safety`, `image.upscale`). A request
+that needs either one runs as a flow whose first step draws the images. Each image is checked
+separately, and upscaled if it is safe. A run therefore has a single deadline and price, and any
+worker can continue it (docs/decisions/0113-after-the-image.md).
 
 shared/models/image_flow.py builds these flows. Callers see only the image model: its name, its
 version, and a list of images.

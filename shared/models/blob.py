@@ -13,7 +13,7 @@ FILE_FORMAT = "uri"
 RESULTS = "results"
 """Folder for result blobs, with a subfolder per request."""
 SLOT_INLINE_LIMIT_BYTES = 1024
-"""The same limit for replies sent to a slot. It is lower because each slot is billed for every
+"""The same limit, but for replies sent to a slot. It is lower because each slot is billed for every
 reply.
 
 Pub/Sub bills for at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
@@ -26,7 +26,7 @@ def content_digest(data: bytes) -> str:
 
 
 class Blob(msgspec.Struct, omit_defaults=True):
-    """Binary data, either inline or as a key in the object store. Exactly one of them is set."""
+    """Binary data, either inline or as a key in the object store. Exactly one of the two is set."""
 
     media_type: str
     data: bytes | None = None

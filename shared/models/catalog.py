@@ -43,7 +43,9 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Maximum open runs per flow. A tenant with twice that many gets `batch` priority for any more."""
+"""Maximum open runs per flow. A tenant with twice that many open runs gets `batch` priority for any
+additional ones.
+"""
 OF_CATALOG = "an entry of the catalog"
 """Context passed to validators for catalog entries."""
 
@@ -260,7 +262,10 @@ class Flow(Model):
 
 
 class ImageRun(Flow):
-    """An image request's flow. It is named after the model that draws in its first step."""
+    """An image request's flow.
+
+    The flow is named after the model that draws the images in its first step.
+    """
 
     @property
     def requested(self) -> Model:
@@ -418,7 +423,7 @@ class Catalog:
             model if existing.name == model.name else existing for existing in self.models
         )
         if isinstance(model, Revision):
-            # Done in place, because other objects refer to it.
+            # Done in place, because other objects hold references to it.
             self.canaries[model.public_name] = model
         else:
             self._by_name |= dict.fromkeys((model.name, *model.aliases), model)

@@ -161,7 +161,7 @@ def _gpu_words(gpu: Gpu) -> str:
 
 
 def inline_interfaces(path: Path) -> dict[str, Any]:
-    """Returns a valid catalog file with the paths of interface files replaced by their contents.
+    """Returns a valid catalog file with each interface file's path replaced by its contents.
 
     Pods and Cloud Run mount only the catalog, not the files next to it.
 

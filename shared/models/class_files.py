@@ -18,7 +18,7 @@ MAX_BYTES = 1024 * 1024
 class ClassFile:
     """A JSON file written by Penstock, at most one per class.
 
-    `name`: file name. `old_name`: name used through release 0.1.0, which an author may use for
+    `name`: file name. `old_name`: name used through release 0.1.0, which an author may be using for
     something else. `marks`: fields that all of our files contain.
     """
 

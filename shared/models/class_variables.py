@@ -52,7 +52,7 @@ class SecretReference(NamedTuple):
         for kind, form in _REFERENCES.items():
             if match := form.fullmatch(text):
                 return cls(kind, match.groupdict())
-        # The text is not repeated because it may be the secret itself.
+        # The text is not repeated, because it may be the secret itself.
         raise ValueError(
             "a secret must be a reference: local:/PATH, kubernetes:SECRET/KEY or "
             "google:projects/PROJECT/secrets/SECRET/versions/VERSION"

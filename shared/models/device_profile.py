@@ -21,7 +21,7 @@ SUFFIX = ".device.json"
 
 
 class ImageTiming(BaseModel):
-    """A timed batch of identical images."""
+    """Timing for a batch of identical images."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,16 +47,16 @@ class DeviceProfile(BaseModel):
     versions: Mapping[str, str] = {}
     """Versions of the libraries."""
     processes: int = Field(1, gt=0)
-    """Number of model processes that computed at the same time."""
+    """Number of model processes that were computing at the same time."""
     batch_tokens: int | None = Field(None, gt=0)
     """Tokens per batch, as determined by workers on this device."""
     tokens_per_s: Mapping[int, float] = {}
     """Combined rate of all processes, keyed by tokens per batch."""
     images: tuple[ImageTiming, ...] = ()
     peak_memory_bytes: int | None = Field(None, gt=0)
-    """Maximum memory of one process: GPU memory on a GPU."""
+    """Maximum memory of one process, which is GPU memory if measured on a GPU."""
     call_us: float | None = Field(None, gt=0)
-    """Microseconds for a call with one short text, most of it spent on a GPU's host."""
+    """Microseconds for a call with one short text; for a GPU, most of it is spent on the host."""
     text_us: float | None = Field(None, gt=0)
     """Microseconds of CPU time to tokenize an average text, in a worker's I/O process."""
 

@@ -46,7 +46,7 @@ WORK_UNITS: Mapping[ServedApi, str] = {
 }
 """Unit of the work in a class's inputs, by the endpoint that it serves."""
 Rerank = Literal["cosine", "cross-encoder"]
-"""Method by which a similarity model compares a text to a query.
+"""Method that a similarity model uses to compare a text to a query.
 
 `cosine`: cosine of vectors from an encoder that reads each text separately. `cross-encoder`: a
 model that reads both texts together (`AutoModelForSequenceClassification` with one label).
@@ -57,7 +57,7 @@ MAX_DEADLINE_S = 86_400
 GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
 """The GPU types described in infra/kubernetes/gpus.yaml. A test compares the two lists."""
 MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
-"""Maximum number of workers that may share a GPU: each gets at least 1 GiB of the GPU's memory, not
+"""Maximum number of workers that can share a GPU: each gets at least 1 GiB of the GPU's memory, not
 counting what CUDA contexts need. GKE allows 48, and larger GPUs hit that limit first. A test
 compares these numbers with the memory in infra/kubernetes/gpus.yaml.
 """
@@ -98,8 +98,8 @@ class ItemWork(EntryPart):
     max: int | None = Field(None, ge=1, le=MAX_WORK)
     """Maximum weight, which limits reserve for each item."""
     max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Maximum number of seconds that a class without `predict_batch` may spend on an item, whatever
-    its weight.
+    """Maximum number of seconds that a class without `predict_batch` may spend on an item,
+    regardless of its weight.
 
     None means until the request's deadline.
     """
@@ -139,7 +139,7 @@ class Gpu(EntryPart):
     provisioning: Literal["standard", "flex-start"] = "standard"
     """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
-    They cost less, wait for capacity for as long as it takes, and are shut down after seven days.
+    They cost less, but wait for capacity as long as it takes and are shut down after seven days.
     `standard`: a reservation named in the deployment, then spot, then on demand.
     """
 
@@ -185,17 +185,17 @@ class PriceTerms(EntryPart):
     """
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price of a delivered result, whatever its size."""
+    """The price of a delivered result, regardless of its size."""
     per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price per unit of work, as returned by a custom class's `work`.
 
     Classes without it count as 1 unit per item.
     """
     per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price per second of compute time. A batch's time is divided among its items."""
+    """The price per second of compute time. A batch's time is split among its items."""
     cached_share: float = Field(0.0, ge=0, le=1)
-    """The fraction of the price to charge for a result from the cache or from an identical item in
-    flight.
+    """The fraction of the price to charge for a result that comes from the cache or from an
+    identical item in flight.
     """
 
     @field_validator("version", mode="before")
@@ -207,7 +207,7 @@ class PriceTerms(EntryPart):
     def name(self) -> str:
         """The name of the version.
 
-        Different terms get different versions, unless the catalog names the version.
+        Different terms get different versions, unless the catalog specifies the version.
         """
         figures = [
             self.per_million_tokens_usd,
@@ -271,8 +271,8 @@ class ModelResources(EntryPart):
     """
 
     gpu_memory_bytes: Positive | None = None
-    """GPU memory that the model's weights and largest batch take up together. Required if the model
-    shares workers with other models, because all of them stay in memory.
+    """GPU memory that the model's weights and its largest batch take up together. Required if the
+    model shares workers with other models, because all of them stay in memory.
     """
     memory_bytes: Positive | None = None
     """Memory limit for the model's process and its child processes. If they exceed it, they are
@@ -282,7 +282,7 @@ class ModelResources(EntryPart):
     """Maximum disk space the model's processes may use at once, in addition to the files in the
     class's folder, and the maximum file size.
 
-    At most half of the free space at startup. If they exceed it, they are killed.
+    Limited to half of the free space at startup. If they exceed it, they are killed.
     """
 
 
@@ -292,13 +292,14 @@ class Generation(EntryPart):
     context_tokens: Positive = 2048
     """Maximum total tokens in a prompt and its continuation."""
     default_tokens: Positive = 256
-    """Maximum number of generated tokens, unless set by the caller."""
+    """Maximum number of generated tokens if the caller does not set one."""
     longest_tokens: Positive = 1024
     """Maximum that a caller may request."""
     chunk_tokens: Positive = 256
     """Number of prompt tokens to read between two generation steps of other texts."""
     lookup_tokens: int = Field(0, ge=0, le=64)
-    """Maximum tokens to guess at a time from earlier text while only one text is being generated.
+    """Maximum number of tokens to guess at a time from earlier text while only one text is being
+    generated.
     """
 
     @model_validator(mode="after")
@@ -325,7 +326,7 @@ class Tolerance(EntryPart):
 
     `cosine`: minimum cosine similarity of an embedding to the reference. It applies to the minimum
     over a calibration set, not the mean, because callers receive individual vectors. `psnr_db`:
-    minimum peak signal-to-noise ratio for an image. `rouge_l`: minimum ROUGE-L for a canary's text,
+    minimum peak signal-to-noise ratio for an image. `rouge_l`: minimum ROUGE-L for a canary's text
     if texts are compared at all, which requires temperature 0.
     """
 
@@ -353,7 +354,8 @@ class Canary(EntryPart):
     requests go to the same revision.
     """
     replicas: Replicas = Replicas(min=1)
-    """Bounds for scaling the canary's workers. While none of them are up, it receives no requests.
+    """Bounds for scaling the canary's workers. While no workers are up, the canary receives no
+    requests.
     """
     error_ratio: float = Field(0.02, ge=0, lt=1)
     """How much higher the canary's fraction of failed items may be than the other revision's."""
@@ -387,7 +389,7 @@ class FlowEntry(FlowPlan):
     deadline: Deadline = Deadline()
     """Deadline for all steps together."""
     max_in_flight: Positive = 512
-    """Same as for a model: maximum number of runs that an API instance may be starting."""
+    """Maximum number of runs that an API instance may be starting, the same as for a model."""
     api: Literal["transcription", "ocr"] | None = None
     """An endpoint from OpenAI's or Mistral's API that the flow also serves."""
     gives: None = None
@@ -398,7 +400,9 @@ class WorkersEntry(EntryPart):
 
     name: str = Field(pattern=NAME_PATTERN)
     models: tuple[str, ...] = Field(min_length=2)
-    """Names of entries in `models`, which must have the same `gpu` and must not set `replicas`."""
+    """Names of entries in `models`, all of which must have the same `gpu` and must not set
+    `replicas`.
+    """
     replicas: Replicas = Replicas()
 
 
@@ -419,8 +423,8 @@ class CatalogEntry(EntryPart):
     engine: Literal["auto", "llama.cpp", "vllm"] = "auto"
     """The engine for a text model, which runs as a server in a separate process.
 
-    `llama.cpp` reads GGUF files. `vllm` requires its command on the worker's PATH; version 0.1.0
-    called it `backend: vllm`, which still works. `auto`: no server; the library selected by
+    `llama.cpp` reads GGUF files. `vllm` requires the vllm command on the worker's PATH; version
+    0.1.0 called it `backend: vllm`, which still works. `auto`: no server; the library selected by
     `backend` is used.
     """
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
@@ -453,7 +457,8 @@ class CatalogEntry(EntryPart):
     rerank: Rerank = "cosine"
     """The kind of similarity model. Not allowed for other models."""
     replies: Replies = "direct"
-    """Image models default to `slots`, which require that results can be put into the object store.
+    """Image models default to `slots`, which require that results can be stored in the object
+    store.
     """
     text: EmbeddingLimits = EmbeddingLimits()
     image: ImageDefaults = ImageDefaults()
@@ -464,7 +469,7 @@ class CatalogEntry(EntryPart):
     environment: PlainVariables = Field({})
     """Environment variables for a class's process, in addition to those in its cog.yaml."""
     secrets: SecretVariables = Field({})
-    """The same for secrets: each secret's location, keyed by variable name."""
+    """The same for variables with secret values: each secret's location, keyed by variable name."""
     processes: Positive | None = None
     """Model processes per worker, each with an instance of the class; overrides the settings. None
     means the number in the settings, or one per core or GPU. Use 1 for a class that listens on a

@@ -57,7 +57,7 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Missing:
-    """The type of MISSING, the value of anything that was skipped."""
+    """The type of MISSING, which is the value of anything that was skipped."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -215,7 +215,7 @@ def references_in(value: Any) -> Iterator[Reference]:
 
 
 def input_named(references: Sequence[Reference]) -> str | None:
-    """Returns the flow input to which all of the references refer.
+    """Returns the flow input that all of the references refer to.
 
     Returns `input` if they refer to several, and None if not all of them are flow inputs.
     """
@@ -355,7 +355,7 @@ class FlowStep(_Part):
         """Returns where a model input's value comes from.
 
         Args:
-            name: input name. `input` means all inputs, unless one has that name.
+            name: input name. `input` means all inputs, unless an input has that name.
             position: the item's position. `$item` is the element at this position in its list:
                 `$input.documents.3`.
         """
@@ -441,7 +441,7 @@ class FlowPlan(_Part):
         return schema | ({"required": required} if required else {})
 
     def as_json(self) -> dict[str, Any]:
-        """The plan in the form in which a record stores it."""
+        """The plan in the form stored in a record."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
@@ -456,7 +456,7 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
     if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
         return {"type": "array", "items": dict(TYPES[written[0]])}
     if isinstance(written, Mapping) and ("type" in written or not written):
-        return dict(written)  # an empty type means `any`, in a plan that was read before
+        return dict(written)  # an empty type means `any` in a plan that was read before
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list "
         "containing one of them (for a list of values), or a JSON Schema with a type"
@@ -473,7 +473,7 @@ def index_of(step: int, position: int) -> int:
 
 
 def step_of(index: int) -> int:
-    """Returns the number of the step to which a run's item belongs."""
+    """Returns the number of the step that a run's item belongs to."""
     return index // MAX_STEP_ITEMS
 
 

@@ -26,7 +26,7 @@ UrlBeginning = Annotated[
 """An https URL with a lowercase host and a folder that ends with a slash."""
 
 RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""The name by which a request selects one of several adapters or ControlNets."""
+"""The name that a request uses to select one of several adapters or ControlNets."""
 
 MAX_CONTROL_SCALE = 2.0
 
@@ -72,7 +72,7 @@ class AdapterUrls(EntryPart):
     max_rank: int = Field(128, ge=1, le=1024)
     disk_bytes: Positive = 4 * 1024**3
     """Maximum total size of the files on a worker's disk. Beyond that, the least recently used
-    files are deleted for the tenant that uses the most space.
+    files of the tenant that uses the most space are deleted.
     """
 
     @model_validator(mode="after")
@@ -140,7 +140,7 @@ class IpAdapter(_FolderBeside):
 
 
 class UpscaleStep(EntryPart):
-    """The custom model that enlarges images on request (shared/models/after_image.py)."""
+    """The custom model that upscales images on request (shared/models/after_image.py)."""
 
     model: str
     """The model's name in the catalog. The model takes the inputs `image` and `scale`, and returns
@@ -162,14 +162,14 @@ class SafetyStep(EntryPart):
 class DeepCacheSettings(EntryPart):
     """Settings for reusing a UNet's deep features across several steps, named as in DeepCache.
 
-    It is faster, but the images differ.
+    This is faster, but the images differ.
     """
 
     cache_interval: int = Field(3, ge=2, le=20)
-    """The whole UNet is computed once every this many steps."""
+    """The whole UNet is computed once per this many steps."""
     cache_branch_id: int = Field(0, ge=0, le=8)
-    """In the other steps, this many of the UNet's first layers are computed, and one more than this
-    many of its last layers.
+    """In the other steps, only this many of the UNet's first layers, and one more than this many of
+    its last layers, are computed.
     """
 
 
@@ -216,9 +216,10 @@ class ImageDefaults(EntryPart):
     least recently used adapters are dropped to make room.
     """
     upscale: UpscaleStep | None = None
-    """Makes images two or four times as large. If None, requests can't ask for this."""
+    """The model that makes images two or four times as large. If None, requests can't use this.
+    """
     safety: SafetyStep | None = None
-    """Decides whether an image is delivered. If None, all images are."""
+    """The model that decides whether an image is delivered. If None, all images are delivered."""
     controls: dict[RequestedName, Control] = Field({})
     """ControlNets, keyed by the names callers use."""
     ip_adapters: dict[RequestedName, IpAdapter] = Field({})
@@ -226,8 +227,8 @@ class ImageDefaults(EntryPart):
     deep_cache: DeepCacheSettings | None = None
     """If None, every step computes the whole UNet."""
     guidance_stop: float = Field(1.0, ge=0, le=1)
-    """Fraction of the steps after which the negative prompt no longer applies, like `stop` of
-    diffusers' guiders. Later steps take half as much computation
+    """Fraction of the steps after which the negative prompt no longer applies, like `stop` in
+    diffusers' guiders. Later steps need half as much computation
     (https://arxiv.org/abs/2404.07724).
     """
 
@@ -273,8 +274,8 @@ class ImageDefaults(EntryPart):
     def compile_mode(self) -> Literal["auto", "always", "never"]:
         """The effective value of `compile`.
 
-        A compiled graph can't follow adapters, which come and go alongside its layers, and does not
-        expose its inner features.
+        A compiled graph can't accommodate adapters, which come and go alongside its layers, and
+        does not expose its inner features.
         """
         is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
         return "never" if is_open else self.compile

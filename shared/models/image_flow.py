@@ -1,4 +1,4 @@
-"""The steps in an image request that is checked or enlarged, as configured in the model's entry.
+"""The steps in an image request that is checked or upscaled, as configured in the model's entry.
 
 The catalog creates these flows; they are not in any file (docs/decisions/0113-after-the-image.md).
 """

@@ -66,7 +66,7 @@ class ImageInterface(BaseModel):
     def accepts(self, field: str) -> bool:
         """Returns whether requests may include a field.
 
-        Fields that every pipeline supports are accepted.
+        Fields that every pipeline supports are always accepted.
         """
         field = _ALIASES.get(field, field)
         if (modes := _MODES_OF_FIELD.get(field)) is not None:
@@ -76,7 +76,7 @@ class ImageInterface(BaseModel):
     def difference(self, other: ImageInterface) -> str:
         """Returns the first difference from another interface. Empty if they are equal.
 
-        Neither defaults, which only the entry has, nor order are compared.
+        Neither defaults, which only the entry has, nor the order is compared.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)

@@ -45,7 +45,7 @@ class ModelInterface(BaseModel):
     output: dict[str, Any]
     """JSON Schema for the output, with Cog's `x-cog-array-type` if it is streamed."""
     streams: Literal["", "text", "items"] = ""
-    """Form in which the output is returned.
+    """The form in which the output is returned.
 
     Empty: as a whole. `text`: as pieces of a text. `items`: as elements of a list.
     """
@@ -57,9 +57,9 @@ class ModelInterface(BaseModel):
     batches: bool = False
     """True if the class computes batches (`predict_batch`), regardless of `concurrency`."""
     weighs: bool = False
-    """True if the class determines the weight of an input (`work`)."""
+    """True if the class determines an input's weight (`work`)."""
     compares: bool = False
-    """True if the class determines which outputs are close (`is_close`)."""
+    """True if the class determines which outputs are close to each other (`is_close`)."""
     cog_version: str
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
     """Digest of the files that were inspected."""
@@ -85,7 +85,7 @@ class ModelInterface(BaseModel):
         """Returns the required inputs, each with the simplest value.
 
         Args:
-            text: value of texts, and content of files.
+            text: value for texts and content for files.
         """
         required = self.inputs.get("required", ())
         return {name: _example(self.properties[name], text) for name in required}
@@ -93,7 +93,7 @@ class ModelInterface(BaseModel):
     def difference(self, other: ModelInterface) -> str:
         """Returns the first difference from another interface. Empty if they are equal.
 
-        An input that is optional in the code may be required here, as in files of release 0.1.0.
+        An input that is optional in the code may be required here, as in files from release 0.1.0.
         """
         for name in sorted({*self.properties, *other.properties}):
             ours, theirs = self.properties.get(name), other.properties.get(name)

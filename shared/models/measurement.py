@@ -39,7 +39,7 @@ class ModelMeasurement(BaseModel):
     work_per_item: float | None = Field(None, gt=0)
     """Average input weight returned by the class's `work`. None if the class has no `work`."""
     peak_memory_bytes: int = Field(gt=0)
-    """Maximum memory of the class's processes, without GPU memory."""
+    """Maximum memory used by the class's processes, excluding GPU memory."""
     input_bytes: int = Field(ge=0)
     """Item size: its values as JSON, plus its files."""
     output_bytes: int = Field(ge=0)

@@ -5,21 +5,22 @@ This module uses no clock and does no I/O.
 `ServiceRate`, which admission uses, estimates a model's rate from completed items. It is modeled on
 BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
 service rate can be measured only while there is a queue. At low load, items complete only as fast
-as they arrive, which does not reveal the rate. Without a queue, a measurement therefore counts only
-if it is faster than the estimate. Little's law shows whether there is a queue: the time an item
-spends in the system is the number of items in flight times the seconds per item.
+as they arrive, which does not reveal the rate. If there is no queue, a measurement therefore counts
+only if it is faster than the estimate. Little's law shows whether there is a queue: the time an
+item spends in the system is the number of items in flight times the seconds per item.
 
 `StepTime` estimates the fixed part of a step's time. If items join a model between steps, a step
 takes a fixed time (reading the weights) plus time for its work (tokens, pixels). The fixed time is
 paid once for all items, so if only part of the capacity is taken, other items could use the rest at
-no cost. That part of a step is spare: the autoscaler must not count it as work (decision 73).
+no cost. That part of a step is spare, and the autoscaler must not count it as work (decision 73).
 
-`HeldAhead` determines how many jobs a worker holds so that its model never waits for the broker.
-With a nearby broker, two batches per process are enough: one running and one waiting. A finished
-job's permit is reused only after its reply and ack have traveled to the broker and the next job has
-traveled back. A worker therefore also holds the jobs that its model computes in that time: its rate
-times the round trip, the bandwidth-delay product of a network path. The number is limited, because
-when a worker dies, its jobs wait for their leases to expire and are computed again.
+`HeldAhead` determines how many jobs a worker must hold so that its model never waits for the
+broker. With a nearby broker, two batches per process are enough: one running and one waiting. A
+finished job's permit is reused only after its reply and ack have traveled to the broker and the
+next job has traveled back. A worker therefore also holds the jobs that its model computes during
+that time: its rate times the round-trip time, like the bandwidth-delay product of a network path.
+The number is limited, because when a worker dies, its jobs wait for their leases to expire and are
+computed again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ QUEUED_FROM = 2.5
 waits.
 """
 IDLE_FADE_S = 120.0
-"""After this much idle time, a measurement counts for a third, because workers come and go."""
+"""After this much idle time, a measurement counts for only a third, because workers come and go."""
 NEWEST_WEIGHT = 0.1
 """Weight of the newest value in the moving average `service_s`."""
 
@@ -54,12 +55,12 @@ LOW = 0.25
 Slower steps were delayed by something unrelated to the model, such as other work on the same cores.
 """
 MIN_RATE = 0.02
-"""Rate at which the usual time follows new steps after the initial ones."""
+"""Rate at which the usual time follows new steps, after the initial ones."""
 MIN_STEPS = 3
-"""Minimum number of steps with similar work for an estimate."""
+"""Minimum number of steps with similar work needed for an estimate."""
 SLOWED = 2.0
-"""Steps that take up to this multiple of the usual time were slowed by other work on the same
-device, and so was their spare part.
+"""If a step takes up to this multiple of the usual time, it was slowed by other work on the same
+device, and so was its spare part.
 
 The time beyond that is unreported work.
 """
@@ -70,7 +71,7 @@ MAX_AHEAD_S = 1.0
 """Seconds of work that a worker may hold in addition to two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""After this long, a third of the earlier number still counts, so that the number held shrinks
+"""After this long, a third of the earlier number still counts, so the number of jobs held shrinks
 slowly.
 """
 ACK_LINGER_S = 0.02
@@ -90,7 +91,7 @@ class ServiceRate:
         self.is_guess = True
         """True if `item_s` was never measured, or was measured too long ago to be useful."""
         self.service_s = guesses.batch_s
-        """Service time: seconds the model takes for an item and the rest of its batch."""
+        """Service time: how many seconds the model takes for an item and the rest of its batch."""
         self.margin = MIN_MARGIN
         """Factor applied to estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
@@ -119,8 +120,8 @@ class ServiceRate:
         """Records that `items` out of `in_flight` items completed together, in `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
-        # Items complete one batch at a time, and the first item in a batch is charged for the time
-        # of all its items.
+        # Items complete one batch at a time, and the first item in a batch is charged the time for
+        # all of its items.
         if now_s - self._updated_s >= self.service_s / 2:
             self._update(in_flight)
             self._updated_s = now_s
@@ -162,7 +163,7 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns by how many seconds the current pause exceeds a normal one, at least 0."""
+        """Returns how many seconds longer than normal the current pause is, at least 0."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 
@@ -236,7 +237,7 @@ class StepTime:
             for usual in known
             if usual.work >= MIN_WORK_RATIO * least.work
         ]
-        # The steepest line, because a prompt token takes less time than a generated token.
+        # Uses the steepest line, because a prompt token takes less time than a generated token.
         fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guess_fixed_s(least)
         return min([max(0.0, fixed_s), *(usual.seconds for usual in known)])
 
@@ -257,7 +258,7 @@ def count_held_messages(
 
     Args:
         in_steps: True if the model uses continuous batching.
-        in_flight: number of batches that a process has at a time.
+        in_flight: number of batches that a process has in flight at once.
     """
     batches = in_flight + 1
     return processes * (batches * max_items + (-(-max_items // 2) if in_steps else 0))
@@ -266,7 +267,8 @@ def count_held_messages(
 def refill_s(round_trip_s: float) -> float:
     """Returns the time from the end of a job until the next job takes its place.
 
-    First the reply is confirmed, then the ack travels, and then the next job does.
+    First, the reply is confirmed; then the ack travels to the broker, and the next job travels
+    back.
     """
     return 2 * round_trip_s + ACK_LINGER_S
 
@@ -289,7 +291,8 @@ class HeldAhead:
 
     It grows immediately and shrinks slowly.
 
-    Measured times fluctuate, and each change to the limit closes streams or consumers.
+    It shrinks slowly because measured times fluctuate and each change to the limit closes streams
+    or consumers.
     """
 
     def __init__(self) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from decimal import ROUND_HALF_UP, Context, Decimal
 
 PLACES = 9
-"""Maximum number of decimal places in headers and errors. A header matches its rows to within a
-billionth.
+"""Maximum number of decimal places in headers and errors. A header's amount matches its rows to
+within a billionth.
 """
 DIGITS = 4
 """Number of significant digits on pages for amounts below a dollar."""

@@ -1,8 +1,8 @@
 """Item charges. Rows, response headers, and predictions all get their amounts from here.
 
-This way, a row and a header can't differ, because both call `charge_of` with the same `ItemPrice`.
-Both get the price from `price_of` for the time at which the request arrived, which the request's
-job carries to the worker.
+Because both call `charge_of` with the same `ItemPrice`, a row and a header can't differ. Both get
+the price from `price_of` for the time the request arrived, which the request's job carries to the
+worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
     per_million_pixel_steps_usd: float = 0.0
     per_item_usd: float = 0.0
-    """The price of a result that was delivered, completely or in part, whatever its size."""
+    """The price of a result that was delivered, completely or in part, regardless of its size."""
     per_work_usd: float = 0.0
     """The price per unit of the weight returned by a custom class."""
     per_second_usd: float = 0.0
@@ -116,7 +116,7 @@ def work_unit_of(model: Model, price: ItemPrice) -> str | None:
 def is_ended_by_caller(outcome: ItemOutcome) -> bool:
     """Returns whether the caller is the reason an item has no result.
 
-    A schema can cause a text to fail at its last token, after the rest has already been read.
+    A schema can make a text fail at its last token, after the rest has already been read.
     """
     is_broken = outcome.error is not None and outcome.error.code in BROKEN_BY_CALLER
     return is_broken or outcome.status in ENDED_BY_CALLER
@@ -127,9 +127,9 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
     Charges in rows, headers, and budgets are based on these outcomes.
 
-    A request is delivered as a whole. If the response is an error, or the caller has disconnected,
-    items that have a result are marked as canceled, so they cost nothing. Failed items stay as they
-    are.
+    A request is delivered as a whole or not at all. If the response is an error, or the caller has
+    disconnected, items that have a result are marked as canceled, so they cost nothing. Failed
+    items stay as they are.
 
     Args:
         outcomes: the items' outcomes.
@@ -144,14 +144,14 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
 
 def compute_charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the fraction of its price charged for an item. Only this function decides that.
+    """Returns the fraction of its price that an item is charged. Only this function decides that.
 
     An undelivered item costs nothing, whatever was computed for it. A computed and delivered item
     costs its price. A result from the cache, or from an identical item in flight, costs
-    `cached_share` of it. If a generation was canceled, ran out of time, or violated the caller's
-    own schema after its reader received tokens, it costs its prompt and those tokens. A custom
-    model's prediction that ends this way costs the price of one item. All of this is multiplied by
-    the fraction of the list price charged for the request.
+    `cached_share` of its price. If a generation was canceled, ran out of time, or violated the
+    caller's own schema after its reader received tokens, the charge covers its prompt and those
+    tokens. A custom model's prediction that ends this way costs the price of one item. All of this
+    is multiplied by the fraction of the list price charged for the request.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -161,10 +161,10 @@ def compute_charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 def count_work(price: ItemPrice, outcome: ItemOutcome) -> float:
     """Returns the amount of work that an item counts toward limits.
 
-    Only this function decides that.
+    Only this function makes that decision.
 
     A delivered item counts the work that its price is based on. An item without a result costs
-    nothing, but the work done for it still counts, so that a tenant can't waste more than its
+    nothing, but the work done for it still counts, so that a tenant can't waste more work than its
     limits would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's
     input.
     """

@@ -44,7 +44,10 @@ def counts_toward_slo(
 
 
 def show(models: Iterable[str]) -> None:
-    """Exports these models' counters at 0. Prometheus misses a new counter's first increment."""
+    """Exports these models' counters at 0.
+
+    Otherwise, Prometheus would miss a new counter's first increment.
+    """
     for model in models:
         for end in ENDS:
             _of(model, end)

@@ -71,7 +71,7 @@ class FairPermits:
     """A limited number of permits shared by several owners, such as threads of a blocking client.
 
     An owner may take a permit if more permits are free than it already holds, so a single owner
-    gets at most half of them, and it takes several owners to use them all. Waiting owners take
+    gets at most half of them, and using all of them takes several owners. Waiting owners take
     turns.
     """
 

@@ -17,7 +17,7 @@ def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
     lower. Kubernetes sets quotas.
 
     Args:
-        quota_file: the control group's `cpu.max` file, which need not exist.
+        quota_file: the control group's `cpu.max` file, which doesn't need to exist.
 
     Returns:
         At least 1. A fraction of a core counts as one core.

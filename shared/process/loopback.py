@@ -47,5 +47,5 @@ def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.enviro
 def _with_loopback(exceptions: str) -> str:
     hosts = [host.strip() for host in exceptions.split(",") if host.strip()]
     if hosts == ["*"]:
-        return "*"  # combined with other hosts, it is no longer a wildcard in Python
+        return "*"  # when combined with other hosts, it is no longer a wildcard in Python
     return ",".join(dict.fromkeys([*hosts, *LOOPBACK_HOSTS]))

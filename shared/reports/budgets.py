@@ -7,7 +7,7 @@ from shared.tenants.directory import Document, decode_document, plan_of
 
 
 async def read_budgets(keys_url: str) -> dict[str, float]:
-    """Returns the budgets in the directory at PENSTOCK_KEYS_URL. Empty if the setting is empty.
+    """Returns the budgets from the directory at PENSTOCK_KEYS_URL. Empty if the setting is empty.
 
     Raises:
         NoDirectory: the directory does not exist yet.

@@ -1,7 +1,7 @@
 """Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
 Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery applies completely or
-not at all, so a rerun replaces the day, and readers never see a partial day.
+not at all, so a rerun replaces the day, and readers never see a partial day:
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
 Days are in the billing time zone, both for scheduled runs and for backfills.
@@ -44,8 +44,8 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""Conditions for an anomaly beyond its score: a minimum number of hours in earlier weeks for
-comparison, and a minimum distance from their median, both in dollars or errors and as a fraction.
+"""Conditions for an anomaly beyond its score: a minimum number of hours from earlier weeks to
+compare with, and a minimum distance from their median, both in dollars or errors and as a fraction.
 """
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 

@@ -13,8 +13,8 @@ The header is the comment at the top of a file in `queries`:
     -- totals: items, cost_usd                            columns that have a total
     -- column day: what it is                             each column, in order
 
-Any further lines are notes. Every report takes the parameters in `ReportQuestion` (time range, time
-zone, tenants, and models) except those listed after `without`. In a report for `tenants`, each
+Any further lines are notes. Every report accepts the parameters in `ReportQuestion` (time range,
+time zone, tenants, and models) except those listed after `without`. In a report for `tenants`, each
 tenant sees only its own rows.
 """
 
@@ -59,11 +59,11 @@ class ReportQuestion(NamedTuple):
     until: datetime
     """End (exclusive), as @until."""
     tz: str = "UTC"
-    """Time zone for days and months, as @tz, given by its IANA name."""
+    """IANA name of the time zone for days and months, passed as @tz."""
     tenants: tuple[str, ...] | None = None
-    """Tenants whose rows to include, as @tenants. None means all."""
+    """Tenants whose rows to include, passed as @tenants. None means all."""
     models: tuple[str, ...] | None = None
-    """Models to include, as @models. None means all."""
+    """Models to include, passed as @models. None means all."""
 
 
 def ask(
@@ -132,8 +132,8 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
     an invoice.
 
     Args:
-        report: the report. Without a time zone, its months are in UTC.
-        now: current time, at which an incomplete month is cut off.
+        report: the report. If the question has no time zone, its months are in UTC.
+        now: current time, which is where an incomplete month is cut off.
     """
     if not report.has_whole_months:
         return question
@@ -146,7 +146,7 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
 
 def check_fits(report: Report, question: ReportQuestion) -> None:
-    """Rejects filters a report does not support, because the report would show other rows as well.
+    """Rejects filters a report does not support, because the result would include other rows too.
 
     Raises:
         BadInput: the report does not support a filter. `field` is the filter's name.
@@ -248,7 +248,9 @@ class Plot:
     by: str
     """Column for the horizontal axis."""
     color: str = ""
-    """Column whose values each get a color. For a heat map, the column for the vertical axis."""
+    """Column whose values each get their own color. For a heat map, the column for the vertical
+    axis.
+    """
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ The total is the sum of the lines as shown. The amount due is the total, rounded
 (the only other rounding), plus tax on that amount. The printed numbers therefore add up, and differ
 from the rows by less than half a millionth of a dollar per line.
 
-An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
+An invoice is also rendered as a printable page (A4 or Letter) that states these rules.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CSV_HEADS = (
     *("invoice_total_usd", "amount_due_usd", "tax_usd", "price_per"),
 )
 PRICE_PLACES = range(PLACES, 16)
-"""Number of decimal places in a unit price. An average over many units has more than a catalog
-price does.
+"""Number of decimal places in a unit price. An average over many units has more decimals than a
+catalog price.
 """
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -83,7 +83,7 @@ class InvoiceLine:
     """Unit of `quantity`: tokens, images, seconds, characters, pages or requests."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """Price of `price_per` units. None if the rows, from an old release, were not charged."""
+    """Price of `price_per` units. None if the rows are from an old release and were not charged."""
     price_per: int
     """Number of units, such as a million tokens, covered by the unit price."""
     kind: str
@@ -205,8 +205,8 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
         charged_share=Decimal(repr(record["charged_share"])),
         items=record["items"],
         quantity=record["quantity"],
-        # Uses its decimals, because the double for an amount such as 0.0000025 is slightly below
-        # it.
+        # Uses its decimal digits, because the double for an amount such as 0.0000025 is slightly
+        # below it.
         amount_usd=Decimal(repr(record["amount_usd"] or 0)).quantize(LINE_USD, ROUND_HALF_UP),
     )
 
@@ -233,7 +233,7 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
 def plain_cell(text: str) -> str:
     """Returns a CSV cell that spreadsheets do not treat as a formula.
 
-    Other people choose these names.
+    Needed because other people choose these names.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """

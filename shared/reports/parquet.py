@@ -21,13 +21,13 @@ _DUCKDB_TYPES = {
 
 
 def report_parquet(result: ReportResult) -> bytes:
-    """Returns a Parquet file with the rows as they are in the result. Timestamps are in UTC.
+    """Returns a Parquet file with the rows exactly as in the result. Timestamps are in UTC.
 
     Raises:
         BadInput: DuckDB, which writes the file, is not installed.
     """
     try:
-        # Imported when needed, because it takes 26 MB of memory.
+        # Imported only when needed, because it takes 26 MB of memory.
         import duckdb
     except ImportError:
         raise BadInput("format: parquet requires the `api` extra", field="format") from None

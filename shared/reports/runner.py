@@ -1,4 +1,4 @@
-"""Runs reports in BigQuery, using only query parameters and limiting bytes read per query.
+"""Runs reports in BigQuery, using only query parameters and limiting the bytes each one reads.
 
 A result's plots are series of numbers, which both the page and the console use.
 """
@@ -164,7 +164,7 @@ class ReportRunner:
         """
         question = widen(report, question, datetime.now(UTC))
         with translate_errors():
-            # No limit, because the result determines what limit is needed.
+            # No limit is set, because the result determines what limit is needed.
             config = self._config(report, question, values)
             config.dry_run = True
             job = self._client.query(
@@ -240,14 +240,15 @@ def open_runner(
 
 
 def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
-    """Returns the rows on all pages. While one page is being read, the next one is fetched."""
+    """Returns the rows on all pages. The next page is fetched while one page is being read."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(1) as fetching:
         coming = fetching.submit(next, pages, None)
         while (page := coming.result()) is not None:
             coming = fetching.submit(next, pages, None)
-            # values() would deep-copy each row, which takes a third of the time for a long result.
+            # values() would deep-copy each row, which takes a third of the total time for a long
+            # result.
             rows += [row[:] for row in page]
     return rows
 
@@ -260,7 +261,7 @@ def translate_errors() -> Iterator[None]:
         BadInput: BigQuery does not recognize the time zone. Its list may be older than ours.
         Unavailable: BigQuery is unreachable or rejected the query.
     """
-    # Imported when needed, because importing Google's client takes half a second.
+    # Imported only when needed, because importing Google's client takes half a second.
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
@@ -279,7 +280,7 @@ def translate_errors() -> Iterator[None]:
 
 
 class PlotSeries(NamedTuple):
-    """One line, the bars in one color, or one row of a heat map."""
+    """One line, the bars of one color, or one row of a heat map."""
 
     name: str
     x: list[str]

@@ -1,6 +1,6 @@
 """A scheduled run: totals days, evaluates their hours, and creates invoices and summaries.
 
-Each step replaces the results of earlier runs for the same day, so a run may be repeated at any
+Each step replaces the results of earlier runs for the same day, so a run can be repeated at any
 time, even concurrently. `penstock run-daily` and the `reports` function perform the same run.
 """
 
@@ -41,7 +41,9 @@ from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import open_client
 
 RUN_LIMIT_S = 500.0
-"""Time limit for a run. A day takes seconds, and Cloud Scheduler waits up to ten minutes."""
+"""Time limit for a run. A day takes seconds to process, and Cloud Scheduler waits up to ten
+minutes.
+"""
 PUTS_AT_ONCE = 8
 HTML = "text/html; charset=utf-8"
 

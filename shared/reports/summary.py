@@ -102,7 +102,7 @@ def as_text(summary: Summary) -> str:
 def as_html(summary: Summary) -> str:
     """Returns the summary as HTML for email.
 
-    Styles are inline, because email clients drop all others.
+    Styles are inline, because email clients drop all other styles.
     """
     subject = html.escape(summary.subject)
     notes = "".join(
@@ -180,7 +180,7 @@ def _cells(line: Mapping[str, float]) -> list[str]:
 
 
 def _cell(name: str, value: float) -> str:
-    if name == "week_ago_usd" and not value:  # or that day was never aggregated
+    if name == "week_ago_usd" and not value:  # or the day was never aggregated
         return "-"
     return dollars(value) if name.endswith("_usd") else f"{value:,.0f}"
 

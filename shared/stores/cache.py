@@ -1,15 +1,16 @@
 """The result cache used by the API and workers: first this process's memory, then Redis.
 
-It is queried per item before a job is published, and again before the item is computed. The worker
-that computed a result stores it. A result in the object store is cached as its object_key, so
-entries are small, but objects must outlive the longest TTL. Nothing here fails or delays a request,
-because lookups count as misses if Redis is unreachable or slow. The Redis level reads and writes
-many raw values at once.
+The cache is queried for each item before a job is published, and again before the item is computed.
+The worker that computed a result stores it. A result in the object store is cached as its
+object_key, which keeps entries small, but objects must outlive the longest TTL. Nothing here fails
+or delays a request, because lookups count as misses if Redis is unreachable or slow. The Redis
+level reads and writes many raw values at once.
 
-A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
-for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The first hit
-takes the mark and is charged like a miss. A mark doesn't apply to a result computed later than the
-one it was created for. Releases without marks charge for such a hit like any other hit.
+A result may be unpaid if it was computed for a request that was not delivered, so nobody was
+charged for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The
+first hit takes the mark and is charged like a miss. A mark doesn't apply to a result computed later
+than the one the mark was created for. Releases without marks charge for such a hit as they do for
+any other hit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the
 
 
 CLOSE_LIMIT_S = 1.0
-"""How long closing waits for marks still being written."""
+"""How long closing the cache waits for marks that are still being written."""
 
 KEY_SCHEME = 2
 """Part of every key. Incremented when a code change alters a model's results."""
@@ -56,7 +57,8 @@ Incremented when the encoding changes, so that two releases never read each othe
 VALUE_LIMIT_BYTES = 1024 * 1024
 """Larger entries are kept out of both levels because they belong in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
-"""Per-entry overhead of Python objects in memory, in bytes (measured: about 450 for one vector)."""
+"""Per-entry overhead of Python objects in memory, in bytes (about 450 as measured for one vector).
+"""
 
 NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
 """For results without a known completion time."""
@@ -142,7 +144,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
     The key covers everything that affects the output: the model's name, revision, source,
     precision, tolerance, width and shortcuts, and all fields of the input. A source image is
-    identified by the digest of its data, or by its object_key if only that is known. Therefore,
+    identified by the digest of its data, or by its object_key if the digest is unknown. Therefore,
     compute the key before moving the data to the object store.
 
     The backend is not part of the key. The backend changes a result by less than the tolerance, and
@@ -186,14 +188,16 @@ class CacheEntry(msgspec.Struct, array_like=True):
     expires_at_s: float
     result: Result
     finished_at_s: float | None = None
-    """Unix time at which its batch finished. None if unknown, as in entries from release 0.1.0."""
+    """Unix time at which the result's batch finished. None if unknown, as in entries from release
+    0.1.0.
+    """
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
     """An unpaid result's mark, including compute time, which may affect the price."""
 
     inference_ms: float | None = None
-    """Milliseconds spent computing its batch."""
+    """Milliseconds spent computing the result's batch."""
     batch_size: int | None = None
     """Items in that batch."""
     finished_at_s: float | None = None
@@ -244,7 +248,7 @@ class Hit(NamedTuple):
 def compute_owed(receipt: Receipt) -> Owed | None:
     """Returns the amount left unpaid if the result with this receipt is not delivered.
 
-    None if it was not going to be charged in full anyway, because another item pays for it.
+    None if the result was not going to be charged in full anyway, because another item pays for it.
     """
     if receipt.cache in SHARED:
         return None
@@ -252,7 +256,7 @@ def compute_owed(receipt: Receipt) -> Owed | None:
 
 
 class ResultCache(RedisStore):
-    """Two levels of results by cache_key: an async context manager that also opens without Redis.
+    """Two levels of results by cache_key: an async context manager that opens even without Redis.
 
     Args:
         memory_bytes: limit for the memory level, or 0 to turn it off.
@@ -327,7 +331,7 @@ class ResultCache(RedisStore):
         """Returns results from Redis, and keeps them in memory for as long as Redis would.
 
         A result in memory may not be in Redis yet, but its mark is. Without Redis, only results
-        marked in this process count as unpaid.
+        marked by this process count as unpaid.
         """
         names = [prefix + key for prefix in (self._prefix, self._unpaid_prefix) for key in keys]
         values = await self._redis.get(names)
@@ -347,7 +351,7 @@ class ResultCache(RedisStore):
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
                     marked[key] = cached
         owed = await self._take_marks(marked) if marked else {}
-        if owed is None:  # it is unknown whether they are paid, so they are recomputed
+        if owed is None:  # whether they are paid is unknown, so they are recomputed
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
         for key, cached in entries.items():
             self._memory.put(key, cached._replace(state="paid"))
@@ -408,8 +412,8 @@ class ResultCache(RedisStore):
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
         """Marks results as unpaid, so that the first hit on each one pays. Never raises.
 
-        The marks are written to Redis in the background. Hits in this process wait until they are
-        written.
+        The marks are written to Redis in the background. Hits in this process wait until the marks
+        are written.
 
         Args:
             ttl_s: how long the results are kept, in seconds.
@@ -426,7 +430,7 @@ class ResultCache(RedisStore):
         marking.add_done_callback(lambda _: self._forget_marking(keys, marking))
 
     async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
-        """Writes marks, unless Redis already has one for a later result."""
+        """Writes marks, unless Redis already has a mark for a later result."""
         names = [self._unpaid_prefix + key for key in owed]
         existing = await self._redis.get(names) or [None] * len(names)
         marks = {
@@ -495,7 +499,7 @@ class _Kept(NamedTuple):
     state: Literal["paid", "unknown", "unpaid"] = "paid"
     """A worker does not know whether its results were delivered.
 
-    Redis has that information as marks.
+    Redis has that information in the form of marks.
     """
 
 

@@ -1,7 +1,7 @@
 """Remembers files fetched from URLs for a tenant, for as long as the request exists.
 
-A repeated request finds the file it fetched before and only asks the URL's server whether the file
-has changed (RFC 9110, 13.1.2). Tenants never find each other's files.
+A repeated request finds the file it fetched before and only checks with the URL's server whether
+the file has changed (RFC 9110, 13.1.2). Tenants never find each other's files.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ are in a hash alongside the record, `<record>:flow`, which is deleted with the r
     o:<item>         how an item ended, by its index in the run
     w:<item>         the jobs handed to the process that ended the job that begins with this item
 
-The scripts next to this file (flow_*.lua) decide which results count: a step's first plan, an
-item's first outcome, and nothing once the run is closed or has ended. Repeating a call after any
-crash therefore leads to the same result.
+The scripts next to this file (flow_*.lua) decide what counts: a step's first plan, an item's first
+outcome, and nothing once the run is closed or has ended. Repeating a call after any crash therefore
+leads to the same result.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -54,7 +54,7 @@ class FlowRuns:
     """The flow runs stored in one Redis.
 
     Args:
-        max_bytes: budget of all predictions with their steps, for runs opened here. Processes that
+        max_bytes: budget for all predictions and their steps, for runs opened here. Processes that
             only advance runs use the budget stored with each run.
     """
 
@@ -94,7 +94,7 @@ class FlowRuns:
         return _PLANNED[await self._commands.run_script(PLAN, keys, *args)]
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns a step's jobs. A dropped run's jobs are missing."""
+        """Returns a step's jobs. Jobs of dropped runs are omitted."""
         if not numbers:
             return []
         fields = [f"p:{step}:{number}" for number in numbers]
@@ -236,6 +236,6 @@ class RunState(NamedTuple):
 
     input: bytes | None
     steps: dict[int, StepState]
-    """Steps by number. Steps not known yet are missing."""
+    """Steps by number. Steps that aren't known yet are omitted."""
     outcomes: dict[int, bytes]
     """Outcomes of finished items, keyed by index."""

@@ -1,4 +1,4 @@
-"""Prediction holds: the parts of limits that predictions reserve until they are settled.
+"""Prediction holds: the portions of limits that predictions reserve until they are settled.
 
 A hold is created together with its record, by the same script, and outlives the instance that
 created it. The process that ends the record makes its hold due (record_budget.lua). Any instance
@@ -79,7 +79,7 @@ class DueHold(NamedTuple):
 
 
 def hold_keys(prefix: str) -> tuple[str, str]:
-    """Returns the keys of all holds, and of the times at which they are due."""
+    """Returns the keys of all holds, and of their due times."""
     return f"{prefix}predictions:holds", f"{prefix}predictions:held"
 
 

@@ -1,13 +1,13 @@
 """Finds the key store at PENSTOCK_KEYS_URL and the names that its plans and keys may use.
 
-In a file, for example one mounted by Secret Manager or Kubernetes, which the API only reads. The
-CLI first appends an audit event to FILE.audit.jsonl, then replaces the whole file. Last-used times
-are not recorded.
+In a file, such as one mounted by Secret Manager or Kubernetes, that the API only reads. The CLI
+first appends an audit event to FILE.audit.jsonl, then replaces the whole file. Last-used times are
+not recorded.
 
 In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is a single
 versioned value, so readers never see a partial change and concurrent writers don't undo each
-other's changes. No key has a TTL, so Redis doesn't evict anything. A Redis that has lost its data
-has no version. Readers then keep their snapshots, and a copy in their region's Redis.
+other's changes. No key has a TTL, so Redis doesn't evict anything. A Redis instance that has lost
+its data has no version. Readers then keep their snapshots, and a copy in their region's Redis.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -67,7 +67,7 @@ _USES = load_script("shared/stores/key_uses.lua")
 
 
 class KeyRedis(RedisStore):
-    """The directory in one Redis."""
+    """A directory stored in a Redis instance."""
 
     def __init__(self, redis_url: str, *, timeout_s: float = 1.0) -> None:
         super().__init__(
@@ -89,7 +89,7 @@ class KeyRedis(RedisStore):
         self.read_only = ""
 
     def read_at_start(self) -> StoredDocument | None:
-        """Returns None, because Redis is queried once the store is open."""
+        """Returns None because Redis isn't queried until the store is open."""
         return None
 
     async def read(self, version: str = "") -> StoredDocument | None:
@@ -155,16 +155,16 @@ class KeyCopy(RedisStore):
         """Writes the copy.
 
         Args:
-            at_s: Unix time at which the directory was known to be current.
-            keep_s: how long the copy is useful, in seconds.
+            at_s: Unix time when the directory was known to be current.
+            keep_s: how long the copy stays useful, in seconds.
         """
         data = msgspec.msgpack.encode((document.version, document.data, at_s))
         await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
 
     async def read(self) -> tuple[StoredDocument, float] | None:
-        """Returns the copy and the last time at which it was known to be current.
+        """Returns the copy and the last time it was known to be current.
 
-        None if there is none.
+        None if there is no copy.
         """
         data = await self._commands.run("GET", self._key)
         if data is None:

@@ -4,9 +4,9 @@ It is a folder on one machine or a bucket in the cloud, both accessed through ob
 change: inputs and results are keyed by their content, so repeating a put is harmless and a cached
 key always refers to the same data. A document is written once (`create`); the first writer wins.
 
-obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 in 12 here,
-obstore 0.12.1) if it exits soon after a call, because the responding thread still holds Python
-objects.
+obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 time in 12
+here, obstore 0.12.1) if it exits soon after a call, because the responding thread still holds
+Python objects.
 
 Large objects are written in pieces, so they don't have to fit in memory.
 
@@ -59,16 +59,16 @@ KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
 """Threads wait for the store, so the number needed depends on the store's latency. With a bucket 30
-ms away in each direction, a call takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
+ms away each way, a call takes 65 ms, and 8 threads stored 112 files (100 kB each) per second,
 compared with 147 per second for a nearby bucket.
 
 An owner gets at most half of the threads, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
-"""Keys of a tenant's objects start with two folders and the tenant's digest, so a tenant takes
-turns as one owner across all folders.
+"""Keys of a tenant's objects start with two folders and the tenant's digest, so when taking turns,
+a tenant counts as one owner across all folders.
 
-Other keys identify content within this many segments, so each takes turns separately.
+Other keys identify content within this many segments, so each counts as a separate owner.
 """
 LIST_CHUNK = 1000
 
@@ -213,7 +213,7 @@ class StoredObject(NamedTuple):
 
 
 class ObjectStore:
-    """Objects by key, in the folder or bucket at `url`.
+    """Objects in the folder or bucket at `url`, accessed by key.
 
     Args:
         url: `file://DIR` (relative to the working directory, or absolute with a third slash),
@@ -294,7 +294,7 @@ class ObjectStore:
 
         Args:
             folder: folder without a trailing slash.
-            after: key after which the listing starts, whether or not it exists.
+            after: the listing starts after this key, whether or not it exists.
         """
         _check(folder)
         with _translate_errors("list", folder):
@@ -350,7 +350,7 @@ class ObjectStore:
         """Moves an object, replacing any object already at the new key. The data is not downloaded.
 
         Raises:
-            Unavailable: the store is unreachable or too slow. One of the two keys has the object.
+            Unavailable: the store is unreachable or too slow. The object is at one of the two keys.
         """
         _check(key)
         _check(new_key)
@@ -376,7 +376,7 @@ class ObjectStore:
             done.exception()  # the caller has disconnected, so the error is dropped
 
     async def check(self) -> None:
-        """Requests a nonexistent object from the store, for readiness and `penstock doctor`.
+        """Requests a nonexistent object from the store, for readiness checks and `penstock doctor`.
 
         Raises:
             Unavailable: it is unreachable, or the credentials are not accepted.

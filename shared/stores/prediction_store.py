@@ -83,17 +83,17 @@ class PredictionStore:
     ) -> int:
         """Creates a prediction's record in the `starting` state.
 
-        Returns the number of the tenant's unfinished predictions, including this one. 0 if the
+        Returns the number of the tenant's unfinished predictions, including this one, or 0 if the
         record already exists.
 
         If the budget is exhausted, the largest tenant's oldest finished predictions are dropped.
 
         Args:
-            deadline_s: Unix time at which work on it stops.
+            deadline_s: Unix time when work on it stops.
             keep_s: how many seconds to keep it after it ends, or after its deadline if it never
                 ends.
             reply_bytes: maximum size of its reply.
-            model: the model that will run it, in whose queue it is placed.
+            model: the model that will run it, whose queue the prediction joins.
             hold: the limits it has reserved (shared/stores/holds.py). Empty if there are none.
             created_at_s: creation time in lists, as Unix time. None means now.
 
@@ -134,7 +134,7 @@ class PredictionStore:
         Returns False if the record already exists. Uses the same budget as `create`.
 
         Args:
-            tenant: the owner in whose list it appears.
+            tenant: the tenant whose list it appears in.
             reply: its results, as an encoded ReplyBody.
             created_at_s: Unix time of the request.
             keep_s: seconds to keep it.
@@ -169,7 +169,7 @@ class PredictionStore:
         Returns False if the current document differs from `replaces` or no longer exists.
 
         Args:
-            keep_s: how many seconds from now to keep it. None means as long as before.
+            keep_s: how many seconds from now to keep it. None keeps it for as long as before.
             replaces: the document that it replaces. Empty if it is new.
 
         Raises:
@@ -195,7 +195,7 @@ class PredictionStore:
 
         Args:
             known: the record as read by the caller. It must be over.
-            deadline_s: Unix time until which the broker may deliver its job.
+            deadline_s: latest Unix time at which the broker may deliver its job.
 
         Returns:
             True: deleted. False: it has changed since then, so read it again. None: it does not
@@ -258,7 +258,7 @@ class PredictionStore:
         return [records[position - 1] for position in positions]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
-        """Returns the sizes of predictions in bytes, as counted by their budget. 0 if deleted."""
+        """Returns predictions' sizes in bytes, as counted toward their budget, or 0 if deleted."""
         keys = map(self._redis.record_key, records)
         counts = await self._commands.run("HMGET", f"{self._redis.predictions_key}:counted", *keys)
         return [0 if count is None else int(count.partition(b" ")[0]) for count in counts]

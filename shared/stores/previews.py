@@ -56,7 +56,7 @@ class PreviewStore:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """An item's image between two steps.
+    """An item's intermediate image, captured between two steps.
 
     `cursor` is its ID in the stream. `image` is a WebP.
     """

@@ -19,8 +19,8 @@ class Claim(NamedTuple):
 
     `state` is `processing` if the job still needs to be run. Otherwise the record has ended, and
     `reply` is the first reply, or None if it was canceled without one. `attempt` counts claims,
-    starting at 1. `unfinished` counts earlier claims that are still open since the job last made
-    progress. `alone` counts those whose workers were running only this job when they died.
+    starting at 1. `unfinished` counts open earlier claims made since the job last made progress.
+    `alone` counts those whose workers were running only this job when they died.
     """
 
     state: State
@@ -68,7 +68,7 @@ class Record(msgspec.Struct, kw_only=True):
     """The encoded request of a prediction. Empty for other jobs."""
     reply: ReplyBody | None = None
     closed: str = ""
-    """Why a flow is ending, as the JSON of an ItemError, once its items no longer count."""
+    """Why a flow is ending, as ItemError JSON, once its items no longer count."""
     published: bool = False
     """True if the broker is known to have the job."""
     step: int = 0

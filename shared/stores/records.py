@@ -6,7 +6,7 @@ record is created when a worker claims the job, and expires soon afterward.
 
     starting → processing → succeeded | failed        canceled: from either, by a caller
 
-The first `finish` ends a record. Later ones get the first reply. A claim that is neither finished
+The first `finish` ends a record. Later calls get the first reply. A claim that is neither finished
 nor released belonged to a worker that died or lost its lease.
 
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
@@ -102,8 +102,8 @@ class Records:
         """Ends a record as canceled unless it has ended, notifies workers, and returns its state.
 
         Args:
-            deadline_s: Unix time until which the broker may deliver its job. The record is kept at
-                least until then. Otherwise, a worker that receives the job later would run it.
+            deadline_s: latest Unix time at which the broker may deliver its job. The record is kept
+                at least until then. Otherwise, a worker that receives the job later would run it.
                 Predictions are kept longer anyway.
         """
         now_s = time.time()
@@ -144,7 +144,7 @@ class Records:
     # Redis did not respond.
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` until Redis is in use. Returns whether it is."""
+        """Waits up to `limit_s` for Redis to be in use. Returns whether it is."""
         return await self._redis.wait_up(limit_s)
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:
@@ -165,7 +165,7 @@ class Records:
         return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
-        """Releases claims. If their worker dies after this, the jobs are not to blame."""
+        """Releases claims. If their worker dies after this, the jobs aren't blamed."""
         args = [
             part for claim in released for part in (claim.claims, claim.alone, int(claim.is_back))
         ]
@@ -261,7 +261,7 @@ class Records:
 
 
 def _check_canceled() -> None:
-    """Cancels the task if redis-py swallowed its cancellation, as its connects and reads do."""
+    """Cancels the task if redis-py swallowed its cancellation, as its connects and reads can do."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

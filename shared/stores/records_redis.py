@@ -26,7 +26,7 @@ class RecordsRedis(RedisLink):
 
     Args:
         prefix: prefix for every key, so that several deployments can share one Redis.
-        retry_s: upper bound of the first pause before a background retry.
+        retry_s: upper bound on the first pause before a background retry.
     """
 
     def __init__(

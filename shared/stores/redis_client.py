@@ -1,9 +1,9 @@
 """A connection to Redis shared by many callers, with a hard time limit and a circuit breaker.
 
 Each operation has a batcher. The batcher makes one round trip at a time, and calls made during a
-round trip share the next one. So 128 callers take one connection and a few commands, not 128. The
-breaker opens after FAILURES consecutive round trips that failed or were too slow. Calls then return
-immediately, and a background task retries until Redis responds in time.
+round trip share the next one. So 128 callers use one connection and a few commands instead of 128.
+The breaker opens after FAILURES consecutive round trips that failed or were too slow. Calls then
+return immediately, and a background task retries until Redis responds in time.
 
 Redis runs a Lua script atomically, so no other command comes between its reads and writes. A script
 is one or more .lua files: functions first, then the code that calls them.
@@ -188,7 +188,7 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     """Returns the result of `call`, and cancels it after `limit_s`.
 
     Unlike asyncio.timeout, it returns a reply that arrives in the same event loop iteration as the
-    timer, which happens if this process was stalled.
+    timer, which happens if this process has stalled.
 
     Raises:
         TimeoutError: there was no result in time.
@@ -218,7 +218,7 @@ class _PacksInC:
     def pack_command(self, *words: Argument) -> list[bytes]:
         """Returns a command in wire format.
 
-        Its first word may consist of several words, as in redis-py.
+        Its first argument may contain several words, as in redis-py.
         """
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
@@ -251,10 +251,11 @@ class RedisLink:
     """One use of Redis by this process. Opening it does not connect.
 
     Args:
-        retry_s: upper bound of the first pause before a background retry.
+        retry_s: upper bound on the first pause before a background retry.
         field: the setting that contains the URL, named in error messages.
         checks_policy: True to check, after a start or an outage, that Redis does not evict keys
-            without a TTL. A wrong policy is logged. Only one user of each Redis should check.
+            without a TTL. If the policy is wrong, that is logged. Only one user of each Redis
+            should check.
     """
 
     def __init__(
@@ -390,7 +391,7 @@ class RedisLink:
         return self._up.is_set()
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` until the breaker is closed."""
+        """Waits up to `limit_s` for the breaker to close."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._up.wait()
@@ -485,7 +486,7 @@ class RedisStore:
         return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` until Redis is in use. Returns whether it is."""
+        """Waits up to `limit_s` for Redis to be in use. Returns whether it is."""
         return await self._link.wait_up(limit_s)
 
 

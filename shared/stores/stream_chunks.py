@@ -39,7 +39,7 @@ def decode_chunk(data: bytes) -> Chunk:
     Raises:
         msgspec.MsgspecError: the data is not a chunk.
     """
-    # Only pieces have lengths, but a text may contain the word.
+    # Only pieces have lengths, but the text itself may contain that word.
     if b"lengths" in data and (pieces := _piece_decoder.decode(data)).lengths:
         return pieces
     return _token_decoder.decode(data)

@@ -38,7 +38,7 @@ KEPT_S = 600
 """Counted from the last token. A reader that returns later gets the text from the record."""
 
 READER_S = 10
-"""How long a reader is considered present after last reporting."""
+"""How long after its last report a reader is considered present."""
 MAX_ITEMS = 64
 """Maximum number of items in a streamed prediction. The API rejects larger ones
 (api/chat_bodies.py).
@@ -55,7 +55,7 @@ SURE_SHARE = 0.8
 MAX_GAP_S = 0.5
 """Maximum pause between polls, no matter how slow the model is."""
 FIRST_SHARE = 0.05
-"""Maximum pause between polls before the first token, divided by the time waited so far."""
+"""Maximum pause between polls before the first token, relative to the time waited so far."""
 MAX_IN_A_ROUND_TRIP = 128
 
 log = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ class _Reader:
 
 
 class TokenReader:
-    """This instance's readers. A single task reads for all of them while there are any."""
+    """This instance's readers. As long as there are any, a single task reads for all of them."""
 
     def __init__(self, streams: TokenStreams) -> None:
         self._streams = streams
@@ -263,8 +263,8 @@ class TokenReader:
         """Yields the items' tokens, starting with the first, until their record has ended.
 
         Args:
-            limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
-                While Redis is unreachable, there are no new tokens.
+            limit_s: an empty result is yielded each time this long passes without new tokens. While
+                Redis is unreachable, there are no new tokens.
         """
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         mine = {_Reader(record, item, has_news) for item in range(items)}

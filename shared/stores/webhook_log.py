@@ -15,7 +15,7 @@ from shared.stores.redis_client import load_script
 
 MAX_KEPT = 100
 KEPT_S = 2 * 24 * 3600
-"""Longer than the period in which events are retried."""
+"""Longer than the period during which events are retried."""
 REPLAY_EVERY_S = 5
 MAX_REASON_CHARS = 200
 
@@ -91,7 +91,7 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     webhook_id: str
     event: str
     at_s: float
-    """Unix time at which it started."""
+    """Unix time when it started."""
     duration_s: float
     status: int | None = None
     """HTTP status of the response. None if there was no response."""

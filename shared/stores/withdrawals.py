@@ -52,7 +52,7 @@ class Withdrawal(msgspec.Struct, frozen=True):
     at_s: float
     """Unix seconds."""
     by: str
-    """Name of the person who did it."""
+    """Name of the person who withdrew it."""
 
 
 class Withdrawals(msgspec.Struct, frozen=True):
@@ -211,5 +211,8 @@ def withdrawn_error(model: Model) -> ModelWithdrawn:
 
 
 def no_withdrawals() -> LiveWithdrawals:
-    """Returns an instance with no withdrawals, for tests and tools. It need not be entered."""
+    """Returns an instance with no withdrawals, for tests and tools.
+
+    There's no need to enter it as a context manager.
+    """
     return LiveWithdrawals(WithdrawalStore(NO_REDIS))

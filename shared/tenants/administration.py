@@ -198,7 +198,7 @@ class Administration:
             nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
-            # Only for an existing ID, because anything else may not be part of a key at all.
+            # Only for an existing ID, because anything else might not be part of a key at all.
             key = new_key(old.id)
             return msgspec.structs.replace(
                 old,
@@ -303,7 +303,7 @@ class Administration:
         Open requests are ended as they would be for a revoked key. Running predictions continue.
 
         Raises:
-            NotThere: the tenant is unknown: it has neither keys nor a plan.
+            NotThere: the tenant is unknown, meaning it has neither keys nor a plan.
             InUse: the acting key belongs to the tenant, so it could not undo the change.
             KeysReadOnly: tenants can't be changed here.
         """

@@ -112,15 +112,14 @@ class StoredKey(
     previous_hash: _Hash = ""
     """Same as above, but for the secret before the last rotation."""
     previous_until_s: Seconds = 0
-    """Unix time until which the previous secret is accepted."""
+    """The previous secret is accepted until this Unix time."""
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
     """Models the key may use. None means all models."""
     limits: Limits | None = None
     expires_s: Seconds | None = None
     revoked_s: Seconds | None = None
-    """When the key was revoked. Once set, the key is rejected no matter what an instance's clock
-    shows.
+    """When the key was revoked. Once set, the key is rejected regardless of an instance's clock.
     """
 
 
@@ -214,7 +213,7 @@ _NOBODY = _Entry(
     is_frozen=False,
     caller=Caller(),
 )
-"""Used for the comparison in place of a key that does not exist."""
+"""Used in the comparison when the key does not exist."""
 
 
 def _entry(key: StoredKey, document: Document) -> _Entry:
@@ -369,7 +368,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
-    """Returns the position at which a step's value starts in the object or list at `at`."""
+    """Returns the position where a step's value starts in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
     if text[at] not in "{[":
         return None

@@ -74,7 +74,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
-    """Shares of the budget at which the webhook is called, once a month per share."""
+    """Budget shares that trigger the webhook, once a month per share."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
     """URL to notify. Empty if there is none."""
     on_limit_store_outage: OnOutage = "deny"

@@ -19,7 +19,7 @@ from shared.tenants.plan import Limits, Plan, Rates
 MAX_COUNT = 2**53
 """Redis counts in doubles, which are exact only up to this number."""
 MAX_TIME_S = 253_402_300_799
-"""The end of the year 9999, as Unix time. Later times are probably milliseconds."""
+"""The end of the year 9999, as Unix time. Later times are probably in milliseconds."""
 MAX_NAMED = 20
 """Maximum number of models named in an error."""
 _RATES_OF_WORK = tuple(name for name in Rates.__struct_fields__ if name != "requests_per_min")
@@ -37,7 +37,7 @@ class Served(NamedTuple):
     aliases: Mapping[str, str]
     """Model names, keyed by alias."""
     check_webhook: Callable[[str], object]
-    """Raises BadInput for a URL to which webhooks would not be delivered."""
+    """Raises BadInput for a URL that webhooks would not be delivered to."""
 
 
 def document_mistakes(document: Document, served: Served | None, now_s: float) -> Iterator[Mistake]:

@@ -42,7 +42,7 @@ CLOSE_LIMIT_S = 2.0
 """Time limit for sending the remaining spans at exit. After SIGTERM, the API has 10 s in total."""
 MAX_LINKS = 8
 """Maximum links per span. Each link costs 8 µs, and a batch of 32 jobs would otherwise have a
-thousand.
+thousand links.
 """
 QUEUE_SPANS = 2048
 """The default for OTEL_BSP_MAX_QUEUE_SIZE. Takes about 2 MB."""
@@ -162,7 +162,7 @@ class OtlpSpan:
         """Ends the span. See RecordedSpan."""
         self._span.update_name(name)
         self._span.set_attributes(attributes)
-        # The code that creates such a span does not know the broker.
+        # The code that creates these spans doesn't know which broker is in use.
         if "messaging.operation.type" in attributes:
             self._span.set_attribute("messaging.system", self._broker)
         if error:
@@ -218,7 +218,7 @@ class _BoundedQueue(SpanProcessor):
         self._added = 0
 
     def on_end(self, span: ReadableSpan) -> None:
-        # Both numbers only grow, each in its own thread, so no lock is needed.
+        # Each number only grows and is updated by a single thread, so no lock is needed.
         if self._added - self._exporter.taken >= self._room:
             SPANS.labels("dropped").inc()
             return

@@ -56,7 +56,7 @@ def export_spans(
     if not _is_on(os.environ):
         yield
         return
-    # The SDK takes 40 ms and 5 MB, so it is loaded only when needed.
+    # Loading the SDK takes 40 ms and 5 MB, so it is loaded only when needed.
     from google.auth.exceptions import GoogleAuthError
 
     from shared.tracing.export import OtlpTracer
@@ -112,7 +112,7 @@ def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None
         return ParentBased(TraceIdRatioBased(DEFAULT_RATIO if ratio is None else ratio))
     _check("OTEL_TRACES_SAMPLER", name, _SAMPLERS)
     if name in _RATIO_SAMPLERS and ratio is None:
-        # The SDK would use 1.
+        # The SDK's default would be 1.
         raise ConfigurationError(
             f"OTEL_TRACES_SAMPLER_ARG: {name} requires a ratio", field="OTEL_TRACES_SAMPLER_ARG"
         )

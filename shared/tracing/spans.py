@@ -267,7 +267,7 @@ def span(
 
     Args:
         attributes: attributes, which must not include payloads or keys.
-        started_s: Unix time at which the span started. 0 means now.
+        started_s: Unix time when the span started. 0 means now.
         parent: the parent span. None means the current span.
     """
     parent, tracer = parent or current(), _Installed.tracer

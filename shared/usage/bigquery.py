@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 PACKED_SUFFIX = ".gz"
 HALF_MADE = ".new"
 LEVEL = 1
-"""Takes 4 µs of CPU time per row, as much as writing it. Level 6 takes 10 µs to save a sixth more.
+"""Takes 4 µs of CPU time per row, as much as writing it. Level 6 takes 10 µs and saves only a sixth
+more.
 """
 
 CREATE_TRIES = 3
@@ -169,7 +170,7 @@ class Segment:
 
     @property
     def since_s(self) -> float:
-        """Unix time at which the segment was created."""
+        """Unix time when the segment was created."""
         return _since_s(self.path)
 
     def release(self) -> None:
@@ -192,7 +193,8 @@ class SegmentSize(NamedTuple):
 class Spool:
     """The folder of segments.
 
-    Two threads may call `create` and `release` concurrently. Other methods belong to one thread.
+    Two threads may call `create` and `release` concurrently. Only one thread may call the other
+    methods.
 
     Args:
         max_bytes: limit on all segments without an owner. Beyond that, no new segments are created.
@@ -219,7 +221,7 @@ class Spool:
 
     @property
     def oldest_s(self) -> float:
-        """Unix time at which the oldest segment without an owner was created, or now."""
+        """Unix time when the oldest segment without an owner was created, or now."""
         return min(map(_since_s, list(self.unowned)), default=time.time())
 
     def create(self) -> Segment:
@@ -356,7 +358,7 @@ class Spool:
             with suppress(OSError), path.open("rb") as file:
                 if not _lock(file.fileno()):
                     continue
-                if path in replaced:  # by a process that died before it could delete it
+                if path in replaced:  # left by a process that died before it could delete it
                     path.unlink()
                 elif path in packed:
                     size_bytes = os.fstat(file.fileno()).st_size
@@ -559,7 +561,10 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
 
 
 def _insert_id(row: Fields) -> str:
-    """Returns the ID by which BigQuery drops duplicates, best effort. Distinct rows are kept."""
+    """Returns the ID that BigQuery uses to drop duplicates, on a best-effort basis.
+
+    Distinct rows are kept.
+    """
     return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 

@@ -1,10 +1,10 @@
-"""Sends rows to BigQuery, or to the object store, from which they are loaded into BigQuery later.
+"""Sends rows to BigQuery, or to the object store for loading into BigQuery later.
 
 The object store receives rows as compressed JSON lines. Each call puts one object into
 `incoming/TABLE`, where the row archive (infra/row_archive) picks it up. The object's name starts
 with the time, so that the oldest is listed first, and ends with a digest of its rows. Rows that are
 resent after a lost response may be stored twice. The archive drops the duplicates it sees, and the
-view `rows_deduplicated` drops the rest.
+`rows_deduplicated` view drops the rest.
 """
 
 from __future__ import annotations

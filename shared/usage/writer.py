@@ -2,10 +2,11 @@
 
 Rows are written to disk immediately, and deleted once they have been sent. `RowWriter.write` puts a
 row into the journal, which survives a crash of this process. A thread sends the rows, one segment
-at a time, with an insertId built from row_id, status, and attempt, so BigQuery drops duplicates
-(best effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay on disk.
-The thread also sends rows left by other processes in the same folder. A thread is needed because
-Google's client is synchronous. The sender determines where the rows go (shared/usage/senders.py).
+at a time. Each insertId is built from row_id, status, and attempt, so BigQuery drops duplicates on
+a best-effort basis, and the `rows_deduplicated` view always does. Rows that can't be sent stay on
+disk. The thread also sends rows left by other processes in the same folder. A thread is needed
+because Google's client is synchronous. The sender determines where the rows go
+(shared/usage/senders.py).
 
 The journal holds the rows that BigQuery doesn't have yet: on disk first, and in memory until they
 are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) to the page
@@ -69,7 +70,7 @@ An insertAll takes BigQuery tens of milliseconds or more. If batches were sent o
 would take hours to catch up after an outage of minutes.
 """
 HURRY_S = 0.05
-"""How long rows wait for more rows while jobs wait for them because disk writes fail."""
+"""How long rows wait for more rows when disk writes fail and jobs are waiting for the rows."""
 CLOSE_S = 2.0
 """Time limit for the last sends when closing. A container has ten seconds for its whole shutdown.
 """
@@ -81,7 +82,7 @@ PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "Size on disk of the pendin
 OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest pending row; 0 if there are none")
 
 _open_writers: list[RowWriter] = []
-"""This process's writers. The gauges cover all of them."""
+"""This process's writers. The gauges cover all of this process's writers."""
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def notify_safe(rows: Sequence[UnsavedRow]) -> None:
         if row.on_safe is not None and row.loop is not None:
             by_loop.setdefault(row.loop, []).append(row.on_safe)
     for loop, calls in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed, and so are its callers
+        with suppress(RuntimeError):  # the loop is closed, so its callers are gone too
             loop.call_soon_threadsafe(_call_all, calls)
 
 
@@ -272,7 +273,7 @@ class Journal:
     def pack(self) -> None:
         """Compresses rows that are only on disk, a few segments at a time.
 
-        Such rows wait a long time.
+        These rows wait a long time.
         """
         with _disk_errors_counted("segments not compressed"):
             self._spool.pack(PACKED_AT_ONCE)
@@ -397,7 +398,7 @@ class Journal:
 
     @property
     def oldest_s(self) -> float:
-        """Unix time at which the oldest such row was written, or now if there are none."""
+        """Unix time when the oldest of these rows was written, or now if there are none."""
         with self.changed:
             held = min((batch.since_s for batch in self._list_held()), default=time.time())
             unsaved_s = self._unsaved[0].since_s if self._unsaved else held
@@ -523,7 +524,7 @@ class RowWriter:
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` until BigQuery has every row. Returns whether it has."""
+        """Waits up to `timeout_s` for BigQuery to have every row. Returns whether it has."""
         return await asyncio.to_thread(self._flush, timeout_s)
 
     def _flush(self, timeout_s: float) -> bool:

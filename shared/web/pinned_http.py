@@ -112,7 +112,7 @@ def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
     from aiohttp.abc import AbstractResolver
 
     class FixedResolver(AbstractResolver):
-        """Returns the checked addresses to a connector, no matter what it asks for."""
+        """Returns the checked addresses to a connector, no matter which host it requests."""
 
         async def resolve(
             self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -78,7 +78,7 @@ class BatchEvent(msgspec.Struct):
     url: str
     event: Literal["batch.completed", "batch.failed", "batch.cancelled", "batch.expired"]
     created_at_s: float
-    """Unix time at which the batch finished."""
+    """Unix time when the batch finished."""
 
 
 class BudgetEvent(msgspec.Struct):
@@ -86,7 +86,7 @@ class BudgetEvent(msgspec.Struct):
 
     tenant: str
     key_id: str
-    """The key to which the budget belongs. Empty for the tenant's budget."""
+    """The key that the budget belongs to. Empty for the tenant's budget."""
     url: str
     month: str
     """The month in UTC, such as `2026-11`."""
@@ -148,12 +148,13 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """Returns the secrets that sign on behalf of `tenant`, in the form its receivers know.
+    """Returns the secrets used to sign for `tenant`, in the form its receivers know.
 
     Callers should use the first one.
 
     Args:
-        setting: `whsec_…`, comma-separated. During a rotation there are several, the new one first.
+        setting: `whsec_…`, comma-separated. During a rotation there are several, with the new one
+            first.
         tenant: the tenant who owns the predictions.
 
     Raises:

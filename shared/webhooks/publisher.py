@@ -74,7 +74,7 @@ class WebhookPublisher:
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
     ) -> None:
-        """Same as `publish`, but a failure is only logged. The event is then lost."""
+        """Same as `publish`, but a failure is only logged. In that case, the event is lost."""
         try:
             await self.publish(record, subscribed, event, sequence)
         except PenstockError as error:

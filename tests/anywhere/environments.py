@@ -115,7 +115,7 @@ def hide_processes(machine: Machine) -> None:
 
 
 def set_variables_of_others(machine: Machine) -> None:
-    """Another project's packages in PYTHONPATH, with our names, and its virtual environment."""
+    """Another project's virtual environment, and its packages on PYTHONPATH under our names."""
     other = machine.base / "other"
     for name in ("api", "infra", "shared", "tests", "workers", "yaml"):
         package = other / "lib" / name
@@ -136,7 +136,7 @@ def set_variables_of_others(machine: Machine) -> None:
 
 
 def remove_compilers(machine: Machine) -> None:
-    """Leaves every program in PATH except compilers."""
+    """Keeps every program on PATH except compilers."""
     programs = machine.base / "programs"
     programs.mkdir(exist_ok=True)
     for folder in machine.variables["PATH"].split(":"):
@@ -184,7 +184,7 @@ CONDITIONS: Mapping[str, Callable[[Machine], None]] = {
     "one-core": use_one_core,
     "busy": add_busy_loops,
 }
-"""Functions that each put a machine into a condition, by the condition's name."""
+"""Functions that each put a machine into one condition, keyed by the condition's name."""
 ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "root": (),
     "laptop": ("user", "spaces", "proxy", "umask", "locale"),
@@ -202,7 +202,7 @@ ENVIRONMENTS: Mapping[str, Sequence[str]] = {
 
 
 def prepare_machine(base: Path, conditions: Sequence[str]) -> Machine:
-    """Returns a machine in these conditions. Its folders exist and belong to its user.
+    """Returns a machine under these conditions. Its folders exist and belong to its user.
 
     Raises:
         CannotRestrict: this machine can't be put into one of the conditions.
@@ -246,14 +246,14 @@ def is_reachable(folder: Path) -> bool:
 
 
 def usual_variables() -> Iterator[tuple[str, str]]:
-    """This process's variables that another user's shell would also have: indexes, certificates."""
+    """This process's variables that other users' shells would have: indexes, certificates."""
     for name, value in os.environ.items():
         if name.startswith(("PIP_", "UV_", "SSL_")) and name != "UV_CACHE_DIR":
             yield name, value
 
 
 def cache_variables(base: Path) -> dict[str, str]:
-    """Folders for what installers download, shared by one user's environments."""
+    """Folders for installers' downloads, shared by one user's environments."""
     return {"UV_CACHE_DIR": str(base / "uv"), "PIP_CACHE_DIR": str(base / "pip")}
 
 

@@ -105,7 +105,7 @@ def make_read_only(folder: str) -> None:
 
 
 def take_ports(ports: Sequence[int]) -> None:
-    """Enters a network that contains only this machine and in which these ports are taken."""
+    """Enters a network that contains only this machine, where these ports are taken."""
     check(_LIBC.unshare(_NEW_NETWORK), "network namespace")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         request = struct.pack("16sh22x", b"lo", 0)
@@ -135,8 +135,8 @@ class _Program(ctypes.Structure):
 def refusals(names: Sequence[str]) -> list[tuple[int, int, int, int]]:
     """The system calls to block: number, error, and what the first argument must be.
 
-    That is (number, error, 0, 0) for any argument, (…, _JUMP_IF_SET, bits) and (…, _JUMP_IF_EQUAL,
-    value).
+    The forms are (number, error, 0, 0) for any argument, (…, _JUMP_IF_SET, bits), and (…,
+    _JUMP_IF_EQUAL, value).
     """
     calls = _CALLS.get(platform.machine())
     if calls is None:
@@ -146,7 +146,7 @@ def refusals(names: Sequence[str]) -> list[tuple[int, int, int, int]]:
         found += [(number, _ENOSYS, 0, 0) for number in _LANDLOCK]
     if "namespaces" in names:
         found += [(calls["unshare"], _EPERM, 0, 0), (calls["mount"], _EPERM, 0, 0)]
-        # The flags of clone3 are in memory. The C library then falls back to clone.
+        # clone3's flags are in memory. The C library then falls back to clone.
         found.append((calls["clone3"], _ENOSYS, 0, 0))
         found.append((calls["clone"], _EPERM, _JUMP_IF_SET, _NEW_USER))
     if "ipv6" in names:

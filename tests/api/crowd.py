@@ -34,7 +34,7 @@ def _crowd() -> list[Model]:
 
 
 CROWD = Catalog(tuple(_crowd()))
-"""50 models, of three kinds."""
+"""50 models of three kinds."""
 
 
 async def store_predictions(api: ApiUnderTest, redis_url: str, tenant: str) -> None:

@@ -33,7 +33,7 @@ class Declared:
     """The routes and responses that an app's OpenAPI document declares."""
 
     _document: ClassVar[dict[str, Any]] = {}
-    """The first queried app's document.
+    """The document of the first app queried.
 
     Building it takes a third of a second, and it is the same for all apps because it does not
     depend on settings or models (tests/api/test_openapi.py).

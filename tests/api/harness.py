@@ -57,7 +57,7 @@ CATALOG = Catalog(
 """The shipped models plus models for similarity and text, each also under a second name."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
-"""Interval at which uvicorn's server checks whether to exit."""
+"""How often uvicorn's server checks whether to exit."""
 ACCEPT_TURNS = 5
 """Event loop iterations until an accepted socket becomes a connection. asyncio needs three."""
 T = TypeVar("T")

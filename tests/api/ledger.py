@@ -107,10 +107,10 @@ class Ledger:
         return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
 
     async def check(self, spare_usd: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Compares each key's and each tenant's three books, and returns the charges by key.
+        """Compares each key's and each tenant's three books, and returns the charges, keyed by key.
 
         Args:
-            spare_usd: amount by which each counter may exceed its rows, by counter name.
+            spare_usd: how much each counter may exceed its rows, keyed by counter name.
         """
         async with asyncio.timeout(WAIT_LIMIT_S):
             for api in self.apis:
@@ -128,7 +128,7 @@ class Ledger:
         return charged
 
     def charged_by_month(self) -> dict[str, dict[float, float]]:
-        """Charges in the rows, by counter name and the month in which the request arrived."""
+        """Charges in the rows, keyed by counter name and the month when the request arrived."""
         names = {stored(key, tenant).id: tenant for key, tenant in self.tenant_of.items()}
         sums: dict[str, dict[float, float]] = {}
         for key_id, tenant in names.items():
@@ -169,7 +169,7 @@ class Ledger:
         return counted
 
     async def held_usd(self, instance: str) -> dict[str, float]:
-        """Amounts still leased from Redis to an instance, by counter name."""
+        """Amounts still leased from Redis to an instance, keyed by counter name."""
         held: dict[str, float] = defaultdict(float)
         client: Any
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
@@ -202,7 +202,7 @@ class LedgerWorld:
     async def hang_up(
         self, key: str, texts: Sequence[str], when: Callable[[], bool], **headers: str
     ) -> None:
-        """Sends a request and hangs up as soon as `when` holds."""
+        """Sends a request and hangs up as soon as `when` is true."""
         asked = asyncio.create_task(self.ledger.embed(key, texts, **headers))
         await self.harness.until(lambda: asked.done() or when())
         assert not asked.done(), "it was answered before it could hang up"
@@ -232,8 +232,7 @@ async def ledger_world(
     worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
     spent: SpentReader | None = None,
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment for embeddings in which each vector is its text
-    (tests/workers/worker_harness.py).
+    """A deployment for embeddings where each vector is its text (tests/workers/worker_harness.py).
 
     Args:
         worker: another worker that serves the model.

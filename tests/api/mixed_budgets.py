@@ -38,7 +38,7 @@ class MixedBudgets:
         default_factory=lambda: {name: OWN_USD if name == "two" else RICH_USD for name in NAMES}
     )
     highest_usd: dict[str, float] = field(default_factory=dict)
-    """The highest budget so far, by counter name. Infinite if there was ever no limit."""
+    """The highest budget so far, keyed by counter name. Infinite if there was ever no limit."""
 
     @property
     def tenant_of(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class MixedBudgets:
         self.write()
 
     def budgets(self) -> Mapping[str, float | None]:
-        """Returns the budgets by counter name. None if nothing is counted."""
+        """Returns the budgets, keyed by counter name. None if nothing is counted."""
         found: dict[str, float | None] = {}
         for name, tenant in TENANTS.items():
             key, of = self.key(name), f"{tenant}-{self.number}"

@@ -85,7 +85,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Mixture:
-    """One example. `turn` is the wave in which the month ends."""
+    """One example. `turn` is the wave during which the month ends."""
 
     waves: tuple[Wave, ...]
     batches: tuple[Ask, ...] = ()

@@ -70,7 +70,7 @@ async def serve_class(
 async def predict(
     api: ApiUnderTest, headers: dict[str, str] | None = None, **given: Any
 ) -> dict[str, Any]:
-    """The model `mine`'s finished prediction for an input."""
+    """The `mine` model's finished prediction for an input."""
     body = {"version": "mine", "input": given}
     response = await api.http.post("/v1/predictions", json=body, headers=WAIT | (headers or {}))
     found: dict[str, Any] = response.json()

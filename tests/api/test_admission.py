@@ -128,7 +128,7 @@ def test_interactive_requests_do_not_wait_for_batch_priority() -> None:
 
 
 def test_time_is_counted_in_fair_order() -> None:
-    """A busy tenant's 100 items take a second. Other tenants need not wait for all of them."""
+    """A busy tenant's 100 items take a second. Other tenants don't have to wait for all of them."""
     admission, _ = measured(0.01, service_s=0.05)
     admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=0.2)
     admission.admit(Demand(TEXT.name, 9, "quiet"), remaining_s=0.4)

@@ -1,4 +1,4 @@
-"""Costs of recordings and spoken texts, in three books that agree."""
+"""The costs of recordings and spoken texts agree in all three books."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each round leaves about 50 kB of responses and as much in predictions, three times Redis's
-capacity in total.
+"""Each round leaves about 50 kB each of responses and predictions, three times Redis's capacity in
+total.
 """
 
 

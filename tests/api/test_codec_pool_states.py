@@ -34,7 +34,7 @@ EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still until it is moved."""
+    """An event loop whose clock stands still until the test moves it."""
 
     now_s = 0.0
 

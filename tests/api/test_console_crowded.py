@@ -16,7 +16,7 @@ from tests.browser import needs_chromium, opened_page
 pytestmark = [pytest.mark.slow(about_s=60), pytest.mark.anyio, needs_chromium]
 MAX_BYTES = 1024 * 1024
 MAX_REQUESTS = 30
-"""Maximum requests to the API per view: each model of 20 predictions has a schema."""
+"""Maximum number of API requests per view: each of 20 predictions' models has a schema."""
 OLDEST = CROWD.models[(PREDICTIONS - 4) % MODELS].name
 """Model of the oldest prediction. Three more are the newest ones."""
 

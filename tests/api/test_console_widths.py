@@ -1,4 +1,4 @@
-"""The console's lists at the widths of a phone, a tablet and a notebook."""
+"""The console's lists at phone, tablet and laptop widths."""
 
 import re
 from collections.abc import AsyncIterator
@@ -48,7 +48,7 @@ async def predict(
 
 
 async def overflow_px(page: Page) -> list[int]:
-    """How far each table is wider than its frame, and the page than the window."""
+    """How much wider each table is than its frame, and the page than the window."""
     widths: list[int] = await page.evaluate(
         "[...document.querySelectorAll('main .scroll'), document.documentElement]"
         ".map(element => element.scrollWidth - element.clientWidth)"

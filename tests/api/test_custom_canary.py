@@ -61,7 +61,7 @@ async def counted(
     asks: int = 12,
     **fields: Any,
 ) -> tuple[CanaryCounts, list[Any]]:
-    """Counts that contain `added` for two revisions, and the rows, after some predictions."""
+    """After some predictions, the counts that contain `added` for two revisions, and the rows."""
     folders = []
     for number, one in enumerate(added):
         (tmp_path / str(number)).mkdir()

@@ -387,7 +387,7 @@ async def test_what_was_printed_stays_if_it_is_canceled(serve: Any, tmp_path: Pa
 
 
 async def until_printed(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
-    """The prediction, once it has logs."""
+    """Returns the prediction once it has logs."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             shown: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()

@@ -149,7 +149,7 @@ async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
     assert ends(answer) == ["succeeded", "overloaded"]
     with pytest.raises(Overloaded, match="no room"):
         answer.raise_if_failed()
-    answer.is_delivered = False  # like a block that raises
+    answer.is_delivered = False  # as if the block had raised
     assert answer.cost_usd == 0
 
 
@@ -244,7 +244,7 @@ async def test_job_that_every_caller_has_left_is_canceled(
 
 
 async def test_row_of_an_item_that_got_no_reply_says_so(harness: DispatcherHarness) -> None:
-    """The worker may have written a different row, for a result, which then does not count."""
+    """The worker may have written a different row, for a result; that row then doesn't count."""
     harness.worker.is_silent = True
     assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
     assert [(row.status, row.attempt, row.cost_usd) for row in harness.rows] == [

@@ -28,4 +28,4 @@ async def test_end_closes_a_connection_that_is_just_being_accepted(
             await asyncio.sleep(0)
     caller.setblocking(False)
     with caller:
-        assert caller.recv(1) == b""  # it raises if the file is open
+        assert caller.recv(1) == b""  # would raise if the file were still open

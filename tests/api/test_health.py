@@ -119,7 +119,7 @@ async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], 
     "path", ["/metrics", "/%6detrics", "/v1/../metrics", "//metrics", "/metrics/"]
 )
 async def test_metrics_are_not_where_callers_are(api: ApiUnderTest, path: str) -> None:
-    # As an absolute URL, because //metrics alone would be the host `metrics`.
+    # As an absolute URL, because //metrics by itself would refer to the host `metrics`.
     url = str(api.http.base_url).rstrip("/") + path
     assert (await api.http.get(url)).status_code == 404
 

@@ -58,7 +58,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One API with a worker for both, and the URL of another API, which share one Redis.
+    """One API, the URL of another, and a worker for both; the APIs share one Redis.
 
     `way` is the first API's link to it.
     """

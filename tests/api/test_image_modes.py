@@ -219,7 +219,7 @@ def content(kind: int, depth: int) -> tuple[Pixels, Pixels, list[bytes]]:
 def test_each_depth_of_png_is_drawn(kind: int, depth: int, *, is_interlaced: bool) -> None:
     values, rgb, chunks = content(kind, depth)
     pixels = drawn(png(values, kind, depth, *chunks, is_interlaced=is_interlaced))
-    # The high byte of 16 bits is up to one below the rounded value.
+    # The high byte of a 16-bit value is up to one less than the rounded value.
     assert np.abs(pixels - rgb).max() <= (1.5 if depth == 16 else 0.75)
 
 

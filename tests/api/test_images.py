@@ -223,7 +223,7 @@ async def test_source_is_turned_upright_and_laid_on_white(api: ApiUnderTest) -> 
     image = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
     image.paste((255, 0, 0, 255), (0, 0, 32, 32))
     exif = Image.Exif()
-    exif[0x0112] = 6  # displayed rotated by 90 degrees clockwise
+    exif[0x0112] = 6  # displayed rotated 90 degrees clockwise
     await api.openai().images.edit(image=encoded(image, exif=exif), prompt="b", size="32x64")
     upright = source_of(drawn(api)[0])
     assert upright.getpixel((16, 8)) == (255, 0, 0)

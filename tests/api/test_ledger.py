@@ -484,7 +484,7 @@ async def predictions_end(world: LedgerWorld) -> dict[str, float]:
     canceled = await _create(world, "efgh")
     await world.harness.until(lambda: world.harness.process.started.is_set())
     await world.ledger.post("one", f"/v1/predictions/{canceled['id']}/cancel", {})
-    world.ledger.tell("one", WORD_USD)  # for the one that succeeded
+    world.ledger.tell("one", WORD_USD)  # for the prediction that succeeded
     return {"one": WORD_USD}
 
 

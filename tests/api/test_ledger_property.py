@@ -350,14 +350,14 @@ class Mix:
     ledger: Ledger
     fresh: itertools.count[int] = field(default_factory=itertools.count)
     noted: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Predictions' costs before they were deleted, by id and creation time.
+    """Predictions' costs before they were deleted, keyed by id and creation time.
 
     A caller's own id may be reused after the deletion.
     """
     untold: set[str] = field(default_factory=set)
     """Predictions that were deleted before their cost could be read."""
     own_ids: dict[str, str] = field(default_factory=dict)
-    """Ids that callers chose for predictions, by the id of the request that created them."""
+    """Ids that callers chose for predictions, keyed by the id of the request that created them."""
     silent: set[str] = field(default_factory=set)
     """Requests whose callers got no report of the cost, by the id they sent.
 
@@ -366,7 +366,7 @@ class Mix:
     answered: set[str] = field(default_factory=set)
     """Requests that reported their cost to their callers, by the id they sent."""
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Amounts that dead processes could have returned, by counter name."""
+    """Amounts that dead processes could have returned, keyed by counter name."""
     has_died: bool = False
     """True if a process has died."""
 

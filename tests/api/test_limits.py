@@ -59,7 +59,7 @@ async def limited_api(
     catalog: Catalog = PRICED,
     **settings: object,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API in which the key `a` belongs to the tenant acme, which has this plan."""
+    """An API where the key `a` belongs to the tenant acme, which has this plan."""
     url = keys_url(
         tmp_path,
         plans={"theirs": plan},

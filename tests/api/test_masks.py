@@ -210,7 +210,7 @@ def test_every_kind_of_transparency_masks(mode: str) -> None:
 
 def test_mask_is_turned_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # displayed rotated by 90 degrees clockwise
+    exif[0x0112] = 6  # displayed rotated 90 degrees clockwise
     lying = Image.new("L", (64, 32))
     lying.paste(255, (0, 0, 16, 32))
     upright = prepared(encoded(lying, exif=exif), "white", turn=6)

@@ -185,7 +185,7 @@ async def test_source_image_may_be_wrapped_and_lack_its_padding(
     api: ApiUnderTest, encode: Callable[[bytes], bytes], is_padded: bool
 ) -> None:
     png = image()
-    png += b"\0" * (1 + -len(png) % 3)  # one byte after the last group of three
+    png += b"\0" * (1 + -len(png) % 3)  # one byte past a multiple of three
     text = encode(png).decode()
     assert text.rstrip().endswith("==")
     if not is_padded:

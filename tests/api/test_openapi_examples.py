@@ -15,7 +15,7 @@ _IS_BINARY = {"type": "string", "format": "binary"}
 
 
 def contents(operation: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The bodies of a request and its replies, with the place of each."""
+    """The bodies of a request and its replies, with the location of each."""
     for media_type, body in operation.get("requestBody", {}).get("content", {}).items():
         yield f"request {media_type}", body
     for status, response in operation["responses"].items():

@@ -30,7 +30,7 @@ class Predictor(BasePredictor):
 
 
 async def until_shown(api: ApiUnderTest, created: dict[str, Any], count: int) -> dict[str, Any]:
-    """The prediction as GET returns it, once its output has `count` elements."""
+    """Returns the prediction, as GET returns it, once its output has `count` elements."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()
@@ -195,7 +195,7 @@ async def test_output_of_an_asynchronous_class_stays_when_it_fails(serve: Any) -
 
 
 async def until_charged(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
-    """The prediction, once its worker has also finished it."""
+    """Returns the prediction once its worker has also finished it."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()

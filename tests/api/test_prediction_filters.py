@@ -142,7 +142,7 @@ async def test_a_page_of_records_that_are_gone_has_a_next_page(
 
 @pytest.mark.usefixtures("short_pages")
 async def test_predictions_of_the_same_time_are_in_pages(api: ApiUnderTest, redis_url: str) -> None:
-    """A batch's runs are an example: they all show the batch's time."""
+    """For example, a batch's runs all show the batch's time."""
     made = [(await create(api, TEXT))["id"] for _ in range(7)]
     with redis.Redis.from_url(redis_url) as client:
         client.zadd(f"{KEY_PREFIX}predictions:of:acme", dict.fromkeys(made[1:6], 1_790_000_000.25))

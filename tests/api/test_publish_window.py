@@ -1,4 +1,4 @@
-"""A tenant's share of a topic, and the order in which jobs leave when a reply arrives."""
+"""A tenant's share of a topic, and the order in which jobs are sent when a reply arrives."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ class Senders:
         self.window = window
         self.tasks: list[tuple[Demand, asyncio.Task[None]]] = []
         self.left: list[Demand] = []
-        """Jobs sent but not yet replied to, in the order in which they left."""
+        """Jobs sent but not yet replied to, in the order they were sent."""
 
     async def send(self, asked: Demand, until_s: float = FAR_S) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(asked, until_s))

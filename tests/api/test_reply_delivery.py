@@ -202,7 +202,7 @@ async def test_used_up_pool_refuses_and_the_next_free_inbox_is_taken(
     replies: Replies, redis_url: str
 ) -> None:
     class Cloud(InMemoryBroker):
-        """A project in which instances create no resources."""
+        """A project where instances create no resources."""
 
         async def ensure_topic(self, topic_id: str) -> bool:
             raise ConfigurationError("PERMISSION_DENIED")

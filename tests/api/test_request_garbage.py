@@ -34,7 +34,7 @@ def garbage_kept() -> Iterator[list[object]]:
 
 
 def ours(garbage: list[object]) -> set[str]:
-    """The names of the garbage's functions and types that belong to the API."""
+    """The names of the API's own functions and types in the garbage."""
     kinds = (one if isinstance(one, types.FunctionType) else type(one) for one in garbage)
     return {
         f"{kind.__module__}.{kind.__qualname__}"

@@ -275,7 +275,7 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
 
 
 LARGE_BYTES = 24 * 1024 * 1024
-"""More than the kernel buffers of a response when the caller does not read it."""
+"""More of a response than the kernel buffers when the caller does not read it."""
 
 
 async def _large(api: ApiUnderTest) -> bytes:

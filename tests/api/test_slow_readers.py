@@ -126,7 +126,7 @@ def _scope() -> dict[str, Any]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """The position after each read that returned tokens, by record."""
+    """The position after each read that returned tokens, keyed by record."""
     found: dict[str, list[int]] = defaultdict(list)
     read = TokenStreams.read
 

@@ -1,4 +1,4 @@
-"""Objects stored by tenants, counted and removed: in a folder, with a clock that is moved."""
+"""Tenants' stored objects, counted and removed, in a folder and with a clock the test moves."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ async def test_uploads_of_a_tenant_at_the_same_time_share_their_counts(tmp_path:
     storage = Storage(objects)
     reservations = [StorageReservation(storage, quota()) for _ in range(32)]
     await asyncio.gather(*(one.take(1) for one in reservations))
-    # A count lists four folders. On a busy machine, several counts start before the others have
-    # reserved.
+    # Each count lists four folders. On a busy machine, several counts start before the others have
+    # made their reservations.
     assert objects.listed < 32, f"{objects.listed} listings for 32 uploads"
     assert await storage.use("alice") == StorageUse(32, 32)
 

@@ -206,7 +206,7 @@ async def test_a_deleted_response_is_not_created_again_with_its_key(
     key = {"idempotency-key": "once"}
     made = (await api.http.post(RESPONSES, json=asked(), headers=key)).json()["id"]
     await api.openai().responses.delete(made)
-    with redis.Redis.from_url(redis_url) as forgetful:  # forgets the response to replay
+    with redis.Redis.from_url(redis_url) as forgetful:  # drops the response it would replay
         forgetful.delete(*forgetful.keys("*answers*"))
     again = await api.http.post(RESPONSES, json=asked(store=True), headers=key)
     assert again.status_code == 400, again.text

@@ -55,7 +55,7 @@ class Deployment:
         return asked
 
     async def rows(self, count: int) -> list[Row]:
-        """SECRET's rows, from the API and the worker, once there are `count` of them."""
+        """Returns SECRET's rows, from the API and the worker, once there are `count` of them."""
 
         def found() -> list[Row]:
             return [

@@ -20,7 +20,7 @@ LINE = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings"}
 BODY = {"model": TEXT_MODEL.name, "input": "the merger is off"}
 OF_EVERYBODY = {
     *("/healthz", "/livez", "/readyz", "/docs", "/", "/openapi.json"),
-    "/v1/objects/{key:path}",  # anyone with the signed link
+    "/v1/objects/{key:path}",  # open to anyone with the signed link
 }
 SHOWN_TO_ALL = {"model": TEXT_MODEL.name, "name": TEXT_MODEL.name, "owner": "any", "version": "x"}
 """Parts of paths that do not belong to any tenant."""

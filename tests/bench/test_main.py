@@ -11,7 +11,7 @@ from bench.__main__ import MODULES, PROGRAMS, find_summary, main
 
 @pytest.mark.parametrize("name", MODULES)
 def test_each_benchmark_is_a_module_that_runs(name: str) -> None:
-    # Read, not imported: many import torch.
+    # Modules are read rather than imported, because many of them import torch.
     spec = find_spec(f"bench.{MODULES[name]}")
     assert spec is not None
     assert spec.origin is not None

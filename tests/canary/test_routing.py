@@ -1,4 +1,4 @@
-"""Requests that go to a canary. None does if nothing can judge the canary or do the work."""
+"""Requests that go to a canary. No requests do if nothing can judge the canary or do the work."""
 
 from collections import Counter
 from pathlib import Path

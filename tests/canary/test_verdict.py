@@ -36,7 +36,7 @@ def is_good(counts: CanaryCounts, rules: Canary = RULES) -> bool:
 def test_tail_is_that_of_the_binomial_distribution(
     of: int, ratio: float, data: st.DataObject
 ) -> None:
-    from scipy.stats import binom  # 0.7 s of CPU time, in each process of a run
+    from scipy.stats import binom  # takes 0.7 s of CPU time in every process of a run
 
     seen = data.draw(st.integers(1, of))
     assert tail(seen, of, ratio) == pytest.approx(

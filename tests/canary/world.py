@@ -200,7 +200,10 @@ class CanaryWorld:
         ]
 
     async def start(self, model: Model) -> RunningWorker:
-        """Starts a worker for a revision. It runs until its own `end`, or the end of the world."""
+        """Starts a worker for a revision.
+
+        It runs until its own `end` is called, or until the world ends.
+        """
         process, rows, stop = RevisionProcess(), RowList(), asyncio.Event()
         running = asyncio.create_task(self._work(model, process, rows, stop))
         self.workers[model.name] = RunningWorker(process, running, stop, rows)

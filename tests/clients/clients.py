@@ -1,6 +1,6 @@
 """The clients to run, and their pinned versions.
 
-They are pinned by requirements with hashes for pip, and by a package-lock for npm.
+They are pinned by hashed requirements for pip and by a package-lock for npm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`python -m tests.cog_comparison FOLDER`: Cog's server and Penstock run the same classes.
 
-FOLDER has Cog projects or test scripts, such as a copy of the folders `integration-tests` and
-`examples` from https://github.com/replicate/cog. Nothing is fetched, but packages that a class
+FOLDER has Cog projects or test scripts, such as a copy of the `integration-tests` and `examples`
+folders from https://github.com/replicate/cog. Nothing is fetched, but packages that a class
 requires are installed. Without FOLDER, this package's own classes run.
 """
 

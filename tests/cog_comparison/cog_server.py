@@ -110,7 +110,7 @@ class CogServer:
         try:
             body = {"id": name, "input": values, "context": dict(request.context)}
             outcome = await ask(body)
-            while "At capacity" in outcome.error:  # the last prediction's slot is about to end
+            while "At capacity" in outcome.error:  # the last prediction's slot is about to be freed
                 await asyncio.sleep(POLL_S)
                 outcome = await ask(body)
         except httpx.TimeoutException:

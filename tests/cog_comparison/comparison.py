@@ -63,7 +63,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def have_equal_shape(one: Any, other: Any) -> bool:
-    """Compares outputs that differ between runs by their types only."""
+    """Compares only the types of outputs that differ between runs."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(have_equal_shape(one[k], other[k]) for k in one)
     return type(one) is type(other)

@@ -103,7 +103,7 @@ def read_fixtures(folder: Path, work: Path) -> list[Fixture]:
 
 
 def split_txtar(text: str) -> tuple[str, dict[str, str]]:
-    """Splits a test script into its commands and its files by name."""
+    """Splits a test script into its commands and its files, which are keyed by name."""
     script: list[str] = []
     files: dict[str, list[str]] = {}
     lines = script

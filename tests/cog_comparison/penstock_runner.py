@@ -54,7 +54,7 @@ class PenstockRunner:
         self._client: ClassClient | None = None
         self._run: asyncio.Task[None] | None = None
         self._running: dict[int, _Running] = {}
-        """Predictions by slot in the current run."""
+        """Predictions in the current run, keyed by slot."""
 
     async def start(self) -> str:
         """Loads and sets up the class."""

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 CATALOG = read_catalog(Path("models.yaml"))
 LABELS = {"namespace": "penstock"}
 GAP_S = 90.0
-"""Time between two scrapes, by their sample timestamps.
+"""Time between two scrapes, according to their sample timestamps.
 
 Arrivals during the whole interval are counted.
 """

@@ -158,7 +158,7 @@ def test_edit_keeps_less_of_its_source_with_strength(client: openai.OpenAI, rows
         for drawn, source in zip(edited, sources, strict=True):
             assert drawn.shape == (64, 64, 3)
             assert np.abs(drawn - pixels(source)).mean() > 1
-        # The two edits differ only in the remains of their sources.
+        # The two edits differ only in what remains of their sources.
         left.append(float(np.abs(edited[0] - edited[1]).mean()))
         found = rows.of([answer.headers["x-request-id"] for answer in answers])
         assert [row["pixel_steps"] for row in found] == [64 * 64 * steps] * 2

@@ -48,7 +48,7 @@ VALUES = {
     "strategy",
     "composite",
 }
-"""Decorators of functions that are named with nouns."""
+"""Decorators of functions whose names are nouns."""
 MAX_DOCSTRING_WORDS = 5
 MAX_ARGUMENT_WORDS = 4
 FACT = re.compile(

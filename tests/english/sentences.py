@@ -26,7 +26,7 @@ PRAGMA = re.compile(r"^(noqa|type:|pragma|ruff|mypy|!|shellcheck|pylint|fmt)")
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence, with code spans replaced by `X`, and the line on which its paragraph starts."""
+    """One sentence, with code spans replaced by `X`, and the line where its paragraph starts."""
 
     line: int
     kind: Kind

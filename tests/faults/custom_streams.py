@@ -284,7 +284,7 @@ def run(
     Args:
         folder: receives all parts' state and logs.
         streams: minimum number of streams; readers continue until all kills are done.
-        kills: number of kills, in the order of TURNS. 0: kills until all streams end.
+        kills: number of kills, in the order of TURNS; 0 means it kills until all streams end.
         pause_s: average seconds between two items.
         say: called with a line for each kill.
     """

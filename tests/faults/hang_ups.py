@@ -79,7 +79,7 @@ class Request(NamedTuple):
 
 
 def requests_of(number: int) -> Mapping[str, Request]:
-    """Returns requests of all kinds, by name. `number` makes their inputs unique."""
+    """Returns requests of all kinds, keyed by name. `number` makes their inputs unique."""
     texts = [f"{number} {index} " + "a mill on a river " * 8 for index in range(48)]
     chat = {
         "model": WRITER,
@@ -180,7 +180,7 @@ class Call:
 
     kind: str
     left_at_s: float = 0.0
-    """Unix time at which it hung up. 0: it got a response first."""
+    """Unix time when it hung up, or 0 if it got a response first."""
     status: int = 0
     """The response's status, if there was a response."""
 
@@ -191,9 +191,9 @@ class HangUps:
 
     where: str
     calls: dict[str, Call] = field(default_factory=dict)
-    """Calls by the id that each caller sent."""
+    """Calls, keyed by the id that each caller sent."""
     canceled_at_s: dict[str, float] = field(default_factory=dict)
-    """When Redis received each cancel, by the request's first record."""
+    """When Redis received each cancel, keyed by the request's first record."""
     worker_rows: list[dict[str, Any]] = field(default_factory=list)
     counters_off: list[str] = field(default_factory=list)
     took_s: float = 0.0

@@ -90,7 +90,7 @@ class Link:
 
 
 class Links:
-    """The proxies by name; a context manager.
+    """The proxies, keyed by name; a context manager.
 
     Args:
         targets: the target port of each link.

@@ -1,6 +1,6 @@
 """Injects faults while traffic runs.
 
-They are drawn using a seed, in such a way that every kind occurs before any is repeated.
+They are drawn using a seed, so that every kind occurs before any is repeated.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ async def _run(
 
 
 def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]:
-    """All rows, each once, by request, and the ids of requests that lack rows."""
+    """All rows, each once, keyed by request, and the ids of requests that lack rows."""
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,

@@ -94,7 +94,7 @@ def delivered(run: dict[str, Any]) -> set[Delivered]:
 
 
 def rows_of(world: World, run: dict[str, Any], least: int) -> list[dict[str, Any]]:
-    """A run's rows that count, once no more are arriving."""
+    """Returns a run's rows that count, once no more are arriving."""
     settings, until_s = world.settings, time.monotonic() + LIMIT_S
     client = bigquery.Client(
         project=settings.project,

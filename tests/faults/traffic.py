@@ -56,9 +56,11 @@ class Tally:
     not_healed: list[str] = field(default_factory=list)
     """Requests after the last fault that waited until their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
-    """The status that each request's row must have, by request id; `any` for canceled requests."""
+    """The status each request's row must have, keyed by request id; `any` for canceled requests."""
     told_usd: dict[str, float] = field(default_factory=dict)
-    """The cost in each response, by request id. Replays and lost responses do not report a cost."""
+    """The cost in each response, keyed by request id. Replays and lost responses do not report a
+    cost.
+    """
     longest_s: float = 0.0
 
     @property
@@ -239,7 +241,7 @@ class Traffic:
         key: str | None,
         headers: dict[str, str],
     ) -> tuple[Any, str, bool] | None:
-        """The response, its request id, and True if it was replayed.
+        """The response, its request id, and whether it was replayed.
 
         None if no response arrived in time; the request then counts as lost.
 

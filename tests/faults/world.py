@@ -113,8 +113,8 @@ class World:
         self.links = Links(targets, dict.fromkeys(far, broker_delay_s))
         self.processes: dict[str, Process] = {}
         self.held_usd: dict[str, float] = defaultdict(float)
-        """By budget, the amount that API instances could have refunded when one of them was
-        killed.
+        """The amount API instances could have refunded when one of them was killed, keyed by
+        budget.
         """
         # Processes it starts die with its thread, so it lives as long as the world.
         self.healer = ThreadPoolExecutor(1)

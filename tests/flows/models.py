@@ -66,7 +66,7 @@ class Compute:
     fails: dict[str, int] = field(default_factory=dict)
     """How many times each word's check fails."""
     gates: dict[str, threading.Event] = field(default_factory=dict)
-    """Gates at which words wait before they are checked."""
+    """Gates where words wait before they are checked."""
     began: set[str] = field(default_factory=set)
     """The words whose check has begun."""
 

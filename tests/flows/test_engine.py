@@ -81,7 +81,7 @@ RUN = "pred_0123"
 
 
 class Died(Exception):
-    """Raised where the process dies."""
+    """Raised at the point where the process dies."""
 
 
 class Broker:
@@ -94,7 +94,7 @@ class Broker:
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """An empty duration: this broker runs in the same process."""
+        """The duration is empty because this broker runs in the same process."""
         return SmoothedDuration()
 
     async def publish(

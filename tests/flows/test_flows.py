@@ -354,7 +354,7 @@ async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url:
 
 
 async def until_settled(client: Any) -> list[float]:
-    """Redis's count for each budget, once the run is settled."""
+    """Returns Redis's count for each budget once the run is settled."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             fields = [client.hgetall(key) for key in client.keys("penstock:limits:month:*usd")]

@@ -105,7 +105,7 @@ async def runs_of(flows: World) -> list[dict[str, Any]]:
 
 
 async def until_canceled(flows: World) -> dict[str, Any]:
-    """The only run, once it has been canceled."""
+    """Returns the only run once it has been canceled."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             (run,) = await runs_of(flows)

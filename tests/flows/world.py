@@ -107,7 +107,7 @@ class World:
     async def until_over(
         self, prediction_id: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """A prediction, once it has finished."""
+        """Returns a prediction once it has finished."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 shown: dict[str, Any] = (
@@ -124,7 +124,7 @@ class World:
                 await asyncio.sleep(0.02)
 
     async def until_rows(self, count: int) -> list[Row]:
-        """All rows, once there are `count` of them."""
+        """Returns all rows once there are `count` of them."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while len(self.rows) < count:  # noqa: ASYNC110 - the product has no use for an event here
                 await asyncio.sleep(0.02)

@@ -1,8 +1,8 @@
-"""A stand-in for a cluster's API server, with which the real kubectl communicates.
+"""A stand-in for a cluster's API server that the real kubectl talks to.
 
-It uses TLS, without which kubectl sends no token. It supports discovery, single objects, lists, the
-version, tokens, permissions, and `exec` over WebSocket. An `exec` command runs on this machine,
-with the settings from the pod's ConfigMaps.
+It uses TLS, because kubectl sends no token without it. It supports discovery, single objects,
+lists, the version, tokens, permissions, and `exec` over WebSocket. An `exec` command runs on this
+machine, with the settings from the pod's ConfigMaps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Cluster:
         self.objects.remove(self.named(kind, name))
 
     def kubeconfig(self, token: str = TOKEN) -> str:
-        """A kubeconfig with the context `production`."""
+        """A kubeconfig with the `production` context."""
         cluster = {
             "server": f"https://127.0.0.1:{self.port}",
             "certificate-authority": self.authority,

@@ -213,7 +213,7 @@ def cluster(
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Cluster) -> None:
     """kubectl configured for this cluster, and a gcloud that knows about one image."""
     kubectl = shutil.which("kubectl")
-    assert kubectl is not None  # or the overlay was not rendered
+    assert kubectl is not None  # otherwise, the overlay would not have been rendered
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "kubectl").symlink_to(os.path.realpath(kubectl))

@@ -38,7 +38,7 @@ OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE"
 
 
 class Machine:
-    """The services by name, each as a process that has not been started yet."""
+    """The services, keyed by name, each as a process that has not been started yet."""
 
     def __init__(self, folder: Path, redis_url: str, models_file: Path, model: str) -> None:
         self.folder = folder

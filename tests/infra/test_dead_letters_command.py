@@ -121,7 +121,7 @@ def types(*words: str, status: int = 0) -> str:
 
 
 def listed() -> dict[str, dict[str, Any]]:
-    """The listed dead letters, by request id."""
+    """The listed dead letters, keyed by request id."""
     found: list[dict[str, Any]] = json.loads(types("list", "--json"))
     return {one["request_id"]: one for one in found}
 

@@ -1,4 +1,4 @@
-"""`penstock up` while a custom model's sources change and its callers continue."""
+"""`penstock up` while a custom model's sources change and its callers keep sending requests."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def parts(up: Up) -> dict[str, int]:
-    """The parts' process ids, by the module or program they run."""
+    """The parts' process ids, keyed by the module or program they run."""
     found = {}
     for child in psutil.Process(up.process.pid).children():
         words = child.cmdline()

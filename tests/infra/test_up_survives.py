@@ -46,7 +46,8 @@ def pid_of(up: Up, part: str) -> int:
     (found,) = [
         child.pid
         for child in psutil.Process(up.process.pid).children()
-        # Redis appends its address to its name, in the same word. Folders may contain spaces.
+        # Redis appends its address to its name, with no space in between. Folders may contain
+        # spaces.
         if any(Path(given).name.partition(" ")[0] == word for given in child.cmdline())
     ]
     return found

@@ -74,7 +74,7 @@ def has_commit(commit: str) -> bool:
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """Variables with which `python -m` runs a tree's code, no matter which folder it starts in."""
+    """Variables that make `python -m` run a tree's code, no matter which folder it starts in."""
     return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
 
 

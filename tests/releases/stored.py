@@ -28,7 +28,7 @@ def raw(value: Plain) -> bytes:
 
 
 def dump(url: str) -> dict[str, dict[str, Any]]:
-    """Everything in a Redis by key, except leases."""
+    """Everything in a Redis, keyed by Redis key, except leases."""
     with redis.Redis.from_url(url) as client:
         keys = sorted(client.keys())
         kept = [key for key in keys if not 0 <= client.ttl(key) <= LEASES_S]

@@ -53,7 +53,7 @@ PROJECT = "release"
 INBOXES = 2
 """One for the API, and one for the batch runner."""
 QUIET_S = 2.0
-"""Seconds without a message after which none can still be in transit."""
+"""If no message arrives for this many seconds, none can still be in transit."""
 CLASS = """
 class Predictor(BasePredictor):
     def predict(self, text: str, times: int = 2) -> Iterator[str]:
@@ -115,7 +115,7 @@ def catalog(folder: Path, tree: Path) -> dict[str, Any]:
             "deadline": _DEADLINE,
         },
     ]
-    places = ("tasks", "models/tasks")  # of release 0.1.0, and since
+    places = ("tasks", "models/tasks")  # in release 0.1.0, and since then
     if any((tree / "shared" / place / "custom.py").exists() for place in places):
         (folder / SPEAKER).mkdir()
         speaker = write_class(folder / SPEAKER, CLASS)
@@ -284,7 +284,7 @@ class Site:
                 await admin.ensure_subscription(f"tap.{topic}", SubscriptionSettings(topic))
 
     async def messages(self, models: list[str]) -> list[dict[str, Any]]:
-        """Every message that was published, by topic, in order."""
+        """Every message that was published, in order, grouped by topic."""
         pulled = []
         async with PubSubTransport(PROJECT, self.pubsub) as broker:
             for topic in self._topics(models):
@@ -330,7 +330,7 @@ class Caller:
         return once.text
 
     def answers(self) -> dict[str, Any]:
-        """The responses to GET, by path, as text or JSON."""
+        """The responses to GET, as text or JSON, keyed by path."""
         read = {}
         for path in self.reads:
             response = self._http.get(path)
@@ -411,7 +411,7 @@ def _save(path: Path, document: object) -> None:
 
 
 def main() -> None:
-    """Writes the files of this tree, or of another commit's."""
+    """Writes out the files from this tree, or from another commit's tree."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("release", help="its number, such as 0.2.0")

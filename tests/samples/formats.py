@@ -136,7 +136,7 @@ def check_sql(block: Block) -> None:
     columns = {column["name"] for column in schema}
     columns |= {alias.alias for alias in tree.find_all(exp.Alias)}
     named = {column.name for column in tree.find_all(exp.Column)}
-    # Units are columns to the parser: DATE_TRUNC(day, MONTH).
+    # The parser treats units as columns: DATE_TRUNC(day, MONTH).
     unknown = named - columns - {"MONTH", "union_by_name"}
     assert not unknown, f"{table} has no columns {unknown}"
 

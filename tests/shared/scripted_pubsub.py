@@ -47,7 +47,7 @@ class ScriptedPubSub:
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def seen(self, method: str, count: int) -> list[Any]:
-        """The requests for `method`, once there are `count` of them."""
+        """Returns the requests for `method` once there are `count` of them."""
         async with asyncio.timeout(WAIT_LIMIT_S), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests[method]) >= count)
         return self.requests[method]

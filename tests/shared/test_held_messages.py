@@ -35,7 +35,7 @@ async def test_more_is_held_at_once(broker: Broker) -> None:
         first = await take(subscription, 4)
         subscription.hold(16)
         more = await take(subscription, 12)
-        # The rest are for other subscriptions: this one has its maximum.
+        # The rest are for other subscriptions: this one is at its maximum.
         async with broker.transport.subscribe(jobs, max_messages=20) as other:
             rest = await take(other, 4)
     data = {message.data for message in (*first, *more, *rest)}

@@ -26,9 +26,9 @@ while True:
 
 @pytest.fixture
 def ending_threads() -> Iterator[int]:
-    """Yields the ID of a process whose threads exit all the time.
+    """Yields the ID of a process whose threads are constantly exiting.
 
-    It isn't the process of the tests, which may have hundreds of threads, all listed each time.
+    It isn't the test process, which may have hundreds of threads, all listed each time.
     """
     with subprocess.Popen(
         [sys.executable, "-c", _START_THREADS], stdout=subprocess.PIPE

@@ -59,7 +59,7 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
 
 @pytest.fixture
 async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
-    """A server that tests may kill, with the queue "jobs" in the project "kills".
+    """A server that tests may kill, with the "jobs" queue in the "kills" project.
 
     It has been restarted once, because RabbitMQ 3.10 elects no leader for a queue that is killed in
     its first seconds.

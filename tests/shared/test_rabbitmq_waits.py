@@ -42,7 +42,7 @@ LARGE_BYTES = 9_000_000
 
 @dataclass
 class Linked:
-    """A broker behind a link, with the queue "jobs"."""
+    """A broker behind a link, with the "jobs" queue."""
 
     project: str
     link: AmqpLink

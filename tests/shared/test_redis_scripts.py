@@ -82,7 +82,7 @@ async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
         await asyncio.sleep(0)  # `within` starts the round trip
         await asyncio.sleep(0)  # the round trip waits for `refused`
         refused.set()
-        await asyncio.sleep(0)  # it has failed, and its caller does not know yet
+        await asyncio.sleep(0)  # it has failed, but its caller doesn't know yet
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

@@ -210,7 +210,7 @@ async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces
             True,
             True,
         ]
-        for name in ("l5", "l3"):  # the order in which they end matters
+        for name in ("l5", "l3"):  # the order they end in matters
             await stores.records.finish(name, "succeeded", REPLY % (b"w" * 2976))
         await create("m4", "middle", 1000)
         assert [await stores.records.read(f"l{number}") is not None for number in (3, 5)] == [

@@ -72,7 +72,7 @@ def test_death_while_packing_doubles_no_row(tmp_path: Path) -> None:
     (segment,) = folder.glob("*.segment")
     data = segment.read_bytes()
     spool.pack(1)
-    segment.write_bytes(data)  # it died before it could remove the segment
+    segment.write_bytes(data)  # as if it had died before removing the segment
     (folder / f"{segment.stem}.9.gz.new").write_bytes(b"half")
     other = Spool(folder, max_bytes=10**9)
     other.scan()

@@ -105,7 +105,7 @@ def test_no_header_raises(traceparent: str, tracestate: str) -> None:
     context = read_context(PARENT, tracestate)
     assert context is not None
     assert len(context.tracestate) <= MAX_TRACESTATE_CHARS
-    # Attributes that are forwarded are read back unchanged, so the next process sees the same.
+    # Forwarded attributes are read back unchanged, so the next process sees the same values.
     assert read_attributes(context.attributes()) == context
 
 

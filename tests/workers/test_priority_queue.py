@@ -72,7 +72,7 @@ class Priorities:
             self.queue.add(text(length, priority, self.now_s, **fields))
 
     def run(self) -> dict[str, int]:
-        """Runs the next batch. Returns its work by priority."""
+        """Runs the next batch. Returns its work, keyed by priority."""
         batch = self.queue.take(1, lambda queued: True, self.now_s)
         work = {"interactive": 0, "batch": 0}
         for queued in batch:

@@ -22,7 +22,7 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     """Computes one job for each of NAMES in one batch. Returns the replies' request ids in order.
 
     Args:
-        of_each: additional envelope fields, by job name.
+        of_each: additional envelope fields, keyed by job name.
     """
     harness.process.gate.clear()
     await harness.send("first", request_id="first")

@@ -227,7 +227,7 @@ async def serving(
 
 
 class WorkerHarness:
-    """The caller's side: sends jobs to either model and collects the replies by request."""
+    """The caller's side: sends jobs to either model and collects the replies, keyed by request."""
 
     def __init__(self, broker: InMemoryBroker, worker: Worker) -> None:
         self.broker, self.worker = broker, worker

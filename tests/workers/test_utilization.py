@@ -93,7 +93,7 @@ def test_reports_end_with_the_hour() -> None:
     clock = Clock(hour_of(START_S) + HOUR_S - 1)
     times = ProcessTimes(clock)
     times.start(1)
-    clock.now_s += 2 * HOUR_S + 2  # a timer that is two hours late
+    clock.now_s += 2 * HOUR_S + 2  # as if a timer fired two hours late
     sink = Sink()
     reports_of(times, sink).write()
     assert [row.reported_at_s - row.since_s for row in sink.rows] == [1, HOUR_S, HOUR_S, 1]

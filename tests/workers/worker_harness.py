@@ -232,7 +232,7 @@ class PaintProcess(LetterProcess):
 
 
 class WordProcess(LetterProcess):
-    """A class that converts a word to capitals.
+    """A class that converts a word to uppercase.
 
     A word with "!" fails, and "0" is rejected.
     """

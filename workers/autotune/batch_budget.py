@@ -1,7 +1,7 @@
 """Finds the number of tokens per batch for a model on this device, by timing larger batches.
 
-On a GPU's host, a call takes the same time regardless of its size, so small models need large
-batches. On a CPU, a larger batch just takes longer (decision 145).
+On a GPU's host, a call takes the same time regardless of size, so small models need large batches.
+On a CPU, a larger batch just takes longer (decision 145).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BudgetTiming(msgspec.Struct, kw_only=True):
 
 
 Measure = Callable[[int], BudgetTiming]
-"""Times batches with a given number of tokens until the device has finished them.
+"""Times batches with a given number of tokens, until the device has finished them.
 
 Raises:
     OutOfMemory: the device has too little memory.
@@ -49,9 +49,9 @@ def find_budget(
 ) -> tuple[int, list[BudgetTiming]]:
     """Returns the number of tokens that a batch should have, and all timings in order.
 
-    Doubles the usual number for as long as that pays off. If it already takes too long, continues
-    with the largest half, quarter or eighth that should not, so that a slow device times few
-    batches.
+    Doubles the usual number for as long as doing so pays off. If the usual number already takes too
+    long, continues with the largest half, quarter, or eighth that should not, so that a slow device
+    times few batches.
 
     Args:
         usual_tokens: tokens in the first batch.

@@ -1,4 +1,4 @@
-"""The benchmark processes for a choice, as many as the widest layout needs.
+"""The benchmark processes for a choice: as many as the widest layout needs.
 
 A benchmark process loads candidates and times them the way a model process would run them. Each
 process serves all candidates, so every library is imported only once. The processes are separate,
@@ -36,8 +36,8 @@ from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
-"""Texts and tokens of the calls that are timed to estimate a call's cost. They differ widely on
-purpose.
+"""The numbers of texts and tokens in the calls that are timed to estimate a call's cost. They
+differ widely on purpose.
 """
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
@@ -80,7 +80,7 @@ def open_model(
     memory_fraction: float,
     keeps_others: bool,
 ) -> None:
-    """Loads a candidate, in addition to earlier candidates or in place of them.
+    """Loads a candidate, either alongside earlier candidates or in place of them.
 
     Raises:
         PenstockError: the candidate can't be loaded.
@@ -147,7 +147,7 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
         tokens.append(count * batch[0].length)
     lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
     (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
-    if per_token_s <= 0:  # more tokens cost nothing because the GPU is far from saturated
+    if per_token_s <= 0:  # more tokens cost nothing extra because the GPU is far from saturated
         return _CALL_TOKENS_MAX
     return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
 
@@ -245,7 +245,7 @@ class BenchmarkPool:
         self._end()
 
     def _end(self) -> None:
-        # Kills the processes first, because a shutdown would wait for calls that hang.
+        # Kills the processes first, because a shutdown would otherwise wait for calls that hang.
         for process in multiprocessing.active_children():
             process.kill()
         for executor in self._executors:
@@ -259,7 +259,7 @@ class BenchmarkPool:
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
         while len(self._executors) < layout.processes:
-            # The forkserver that forks them exits with this process.
+            # The forkserver that forks the processes exits along with this process.
             executor = ProcessPoolExecutor(1, self._context, initializer=die_with_parent)
             self._executors.append(executor)
         missing = [
@@ -319,7 +319,8 @@ class BenchmarkPool:
         cores = self._machine.cores
         if self._is_gpu or (layout.threads > 1 and layout.processes < cores):
             return sum(each.texts / each.wall_s for each in measured)
-        # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle machine.
+        # The processes keep the cores busy, so their CPU seconds show the rate on an otherwise idle
+        # machine.
         rate = sum(each.texts / each.cpu_s for each in measured)
         return rate * min(1.0, cores / layout.processes)
 

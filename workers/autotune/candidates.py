@@ -15,17 +15,17 @@ works just as well.
 
 
 LONE_THREADS_MAX = 8
-"""Maximum threads for ONNX Runtime. More threads don't speed up the products for a single short
-text.
+"""Maximum threads for ONNX Runtime. More threads don't speed up the matrix products for a single
+short text.
 """
 
 
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """Returns backends the entry, artifact, and machine allow, and findings on all others.
+    """Returns the backends that entry, artifact, and machine allow, and findings on the others.
 
-    The ones that are likely to be faster come first.
+    Backends that are likely to be faster come first.
     """
     listed, left_out = list[Backend](), []
     if artifact is not None and entry.backend != "torch":
@@ -86,10 +86,10 @@ def choose_layout(
 ) -> Layout:
     """Returns the processes and threads for an embedding model. Given values (not 0) are kept.
 
-    On a GPU, threads don't matter and multiple processes would share its time, so the default is
-    one process per GPU. ONNX Runtime's threads sleep while they wait, so every process can have one
-    per core: a single batch uses all of them, and under load the processes share them at little
-    cost. Torch's threads spin, so its processes divide the cores.
+    On a GPU, threads don't matter and multiple processes would have to share its time, so the
+    default is one process per GPU. ONNX Runtime's threads sleep while they wait, so every process
+    can have one per core: a single batch uses all of them, and under load the processes share them
+    at little cost. Torch's threads spin, so its processes divide the cores.
     """
     cores = machine.cores
     if is_gpu:

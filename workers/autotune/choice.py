@@ -59,8 +59,8 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """The choice for a worker: the backend, its processes and threads, and the reason.
 
-    `batch_tokens`: tokens per batch on this device. 0: not measured. `budgets` are the timings that
-    led to it. `is_provisional`: True if something could not be measured.
+    `batch_tokens`: tokens per batch on this device. 0: not measured. `budgets` are the timings it
+    was based on. `is_provisional`: True if something could not be measured.
     """
 
     backend: Backend
@@ -72,7 +72,7 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     budgets: list[BudgetTiming] = []
 
     def batch(self, entry: Model) -> Batch:
-        """Returns a batch's limits, which are at most the entry's."""
+        """Returns a batch's limits, which never exceed the entry's."""
         return batch_of_tokens(entry, self.batch_tokens) if self.batch_tokens else entry.usual_batch
 
 

@@ -28,7 +28,7 @@ from workers.runtime.child_process import child_environment
 SCHEME = 6
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
-"""Time limit for a choice, which is enough for two workers in turn, each importing torch on a busy
+"""Time limit for a choice, long enough for two workers in turn, each importing torch on a busy
 machine.
 """
 
@@ -84,7 +84,10 @@ def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Ar
 def choice_path(
     entry: Model, tuning: TuningSettings, digest: str, artifact: Artifact | None
 ) -> Path:
-    """Returns a choice's file. Its name is a fingerprint of everything the choice depends on."""
+    """Returns a choice's file.
+
+    The choice's name is a fingerprint of everything the choice depends on.
+    """
     facts = {
         "scheme": SCHEME,
         "machine": detect_machine().facts(),
@@ -132,8 +135,8 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     except TimeoutError:
         return _fallback(entry, tuning, f"choosing a backend took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # Also kills its benchmark processes, which are in the same session. All are gone if it
-        # exited normally.
+        # Also kills the benchmark processes, which are in the same session. They are already gone
+        # if the process exited normally.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -155,7 +155,7 @@ def _profile_images(
 
 
 def _sizes(entry: Model) -> list[tuple[int, int]]:
-    """Returns the default size, and twice that if requests may ask for it."""
+    """Returns the default size, and twice that size if requests can ask for it."""
     width, height = entry.image.width, entry.image.height
     is_doubled = 4 * width * height <= entry.image.largest_pixels
     return [(width, height), *([(2 * width, 2 * height)] if is_doubled else [])]
@@ -185,7 +185,7 @@ def _time_images(
     for items in sorted({1, max_items}):
         batch = [item for item in prepared[:items] if isinstance(item, PreparedImage)]
         try:
-            # The first may include loading a GPU's kernels, as in `time_batch`.
+            # The first call may include loading a GPU's kernels, as in `time_batch`.
             batch_s = min(_time_batch_of_images(model, batch) for _ in range(2))
         except OutOfMemory:
             break
@@ -197,7 +197,7 @@ def _time_images(
 
 
 def _time_batch_of_images(model: InferenceModel, batch: Sequence[PreparedImage]) -> float:
-    """Returns the number of seconds until all images are files, including the device's work.
+    """Returns the seconds until all images are written to files, including the device's work.
 
     Raises:
         PenstockError: an image failed.

@@ -10,7 +10,7 @@ from shared.process.cores import usable_cores
 from workers.models.processors import BF16_FLAGS, detect_cpu, read_facts
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
-"""Maximum size of weights, in bytes, at which a process keeps several candidates loaded."""
+"""Maximum size of the weights, in bytes, for a process to keep several candidates loaded."""
 LIBRARIES = ("torch", "transformers", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 

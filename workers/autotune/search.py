@@ -2,7 +2,7 @@
 
 Then determines the number of tokens per batch for that backend (batch_budget.py).
 
-Candidates are timed in alternation, and each one's best reading counts, because other programs can
+Candidates are timed in alternation, and each one's best reading counts because other programs can
 only slow it down (decision 146).
 """
 
@@ -33,13 +33,13 @@ from workers.models.embedding.model_folder import read_sentence_folder
 MARGIN = 1.05
 """How many times faster a later candidate must be, because short measurements are noisy."""
 READINGS = 2
-"""Readings per candidate. One if only one candidate fits in memory."""
+"""Readings per candidate. One if only a single candidate fits in memory."""
 MEASURE_LIMIT_S = 10.0
 """No reading starts after this time, except the first. Loading libraries takes extra time."""
 RATE_S = 0.5
 READ_AGAIN_S = 1.0
 """Duration up to which a batch is timed twice, because the first time may include loading a GPU's
-kernels. It hardly changes a longer one.
+kernels. The effect on a longer batch is negligible.
 """
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
@@ -90,7 +90,7 @@ class SearchSpec:
         return self.entry.batch != self.entry.usual_batch
 
     def layout(self, backend: Backend) -> Layout:
-        """Returns the processes and threads with which `backend` would run."""
+        """Returns the processes and threads that `backend` would run with."""
         return choose_layout(
             self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend
         )
@@ -199,7 +199,7 @@ def _find_budget(
 ) -> None:
     """Times batches in the chosen backend and layout, and adds the result to `choice`.
 
-    If there is no result, such as when a process died, batches have the usual size for a day.
+    If there is no result, such as when a process died, batches use the usual size for a day.
     """
 
     def measure_batch(tokens: int) -> BudgetTiming:
@@ -223,7 +223,7 @@ def time_batch(
     tokens: int,
     meter: Measure = measure,
 ) -> BudgetTiming:
-    """Times batches of `tokens` using the chosen backend, which is already loaded, and layout.
+    """Times batches of `tokens` with the chosen layout and the backend that is already loaded.
 
     Raises:
         OutOfMemory: the device has too little memory.
@@ -275,7 +275,7 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Returns the reason why torch fp32 need not be measured in addition to `fit`.
+    """Returns the reason torch fp32 need not be measured in addition to `fit`.
 
     Empty if it must be measured.
     """

@@ -1,4 +1,4 @@
-"""Finishes a job that no worker could: its record, the caller's reply, webhook event, and rows.
+"""Finishes a job that no worker could: its record, the caller's reply, the webhook event, and rows.
 
 A process may die after any step, so if the message is redelivered, every step is repeated. This is
 safe, because the caller accepts only one reply, and events and rows have IDs. A job that a worker
@@ -270,7 +270,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
 
 
 def _mark_canceled(body: ReplyBody) -> ReplyBody:
-    """Returns the same body, but for a caller that no longer wants a reply."""
+    """Returns the same body, but addressed to a caller that no longer wants a reply."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 class DeliveryState(RedisStore):
     """Predictions' delivery state.
 
-    An async context manager that opens even if Redis is unavailable.
+    An async context manager that can be entered even if Redis is unavailable.
     """
 
     def __init__(self, redis_url: str) -> None:
@@ -72,7 +72,7 @@ class DeliveryState(RedisStore):
         """Returns whether an event is due, late, or too soon after the previous one of its kind."""
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
-        with contextlib.suppress(Unavailable):  # better to send it twice than not at all
+        with contextlib.suppress(Unavailable):  # better to send an event twice than not at all
             answer = await self._commands.run_script(
                 _ADMIT, [self._key(record, "done"), sent_key], spare_ms
             )

@@ -1,7 +1,7 @@
 """Dependencies shared by the functions in one process, opened when the first message arrives.
 
 They can't be opened earlier: functions-framework loads a function in a parent process and calls it
-in another, which has the event loop. functions-framework doesn't notify a function when it exits,
+in another, which runs the event loop. functions-framework doesn't notify a function when it exits,
 but nothing is lost, because a push is acknowledged only after all of its work is done.
 """
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class FunctionDependencies:
-    """Opens everything a function needs, just once."""
+    """Opens everything a function needs, but only once."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._settings = settings
@@ -140,7 +140,7 @@ class RowTable:
         await self.insert([fields_of(row) for row in rows])
 
     async def insert(self, rows: list[Fields]) -> None:
-        """Returns once `rows` are safe. Rows rejected permanently are logged.
+        """Returns once `rows` are safely stored. Rows that are rejected permanently are logged.
 
         Raises:
             Unavailable: it is unknown whether the rows are safe.

@@ -1,4 +1,4 @@
-"""Authenticates pushes by their OpenID Connect token, before the body is read.
+"""Authenticates pushes using their OpenID Connect token, before the body is read.
 
 https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: the signature and audience
 prove that Google created the token for this service, but only the account proves that the request
@@ -31,7 +31,7 @@ REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 
 class PushRefused(PenstockError):
-    """The caller is not allowed to call."""
+    """The caller is not allowed to make this call."""
 
     code = "push_refused"
     public_by_default = None

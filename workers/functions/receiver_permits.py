@@ -35,7 +35,7 @@ MAX_OF_RECEIVER = 6
 MAX_UNPROVEN = 4
 """Maximum concurrent deliveries per tenant to receivers not known to respond quickly.
 
-Halved each time a receiver fails to respond, since the last response, down to one.
+Halved for each failure to respond since the receiver's last response, down to one.
 """
 MAX_WAITING = 8
 """Maximum number of deliveries per tenant that may wait for a quick receiver."""
@@ -47,18 +47,18 @@ MIN_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
 """How long a receiver is left alone after failing to respond.
 
-With these pauses, it occupies a slot for a quarter of the time.
+With these pauses, an unresponsive receiver occupies a slot for a quarter of the time.
 """
 MAX_RECEIVERS = 10_000
 """Maximum number of remembered receivers. The least recently used receivers are forgotten."""
 
 
 class ReceiverBusy(Overloaded):
-    """The tenant or the receiver has enough deliveries for now."""
+    """The tenant or the receiver already has enough deliveries for now."""
 
 
 class ReceiverKey(NamedTuple):
-    """A receiver as used by one tenant.
+    """A receiver as used by one particular tenant.
 
     For other tenants, the same host is a different receiver.
     """
@@ -109,7 +109,7 @@ class Turn:
         try:
             yield
         except Unavailable:
-            # A receiver that immediately refuses connections does not delay anyone.
+            # A receiver that immediately refuses connections doesn't delay anyone.
             self._judge(self._clock() - began_s, is_answered=self._clock() - began_s < QUICK_S)
             raise
         self._judge(self._clock() - began_s, is_answered=True)
@@ -146,7 +146,7 @@ class ReceiverPermits:
         """A context for delivering to a tenant's receiver.
 
         Raises:
-            ReceiverBusy: there is no room now. The broker should redeliver the message.
+            ReceiverBusy: there is no room now. The broker should redeliver the message later.
         """
         key = ReceiverKey(tenant, _origin(url))
         owner, receiver = self._tenants.setdefault(tenant, _Tenant()), self._receiver(key)

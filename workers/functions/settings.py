@@ -24,7 +24,7 @@ class FunctionSettings(ReportSettings):
     """`cloud-run`: Cloud Run admits only that account, and removes signatures from tokens."""
     push_certs_url: str = GOOGLE_CERTS_URL
     secret: str = ""
-    """Signs links to results, as the API does."""
+    """Signs links to results, just as the API does."""
     webhook_secrets: str = ""
     """Standard Webhooks keys (`whsec_…`). During a rotation: the new and old keys, comma-separated.
     """

@@ -1,8 +1,8 @@
 """Sends events to webhooks by posting the same body that GET returns, signed, once per push.
 
 Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. A 2xx
-stops the retries. A 410 stops all events for the prediction. Other 4xx responses and redirects are
-retried for an hour after the first one. None of this changes the prediction's record.
+stops the retries. A 410 stops all further events for the prediction. Other 4xx responses and
+redirects are retried for an hour after the first one. None of this changes the prediction's record.
 
 If a prediction was deleted before its completion was reported, the final event has no input or
 output, and earlier events are dropped.
@@ -310,7 +310,8 @@ def _decode_or_reject(decode: Callable[[bytes], T], data: bytes) -> T:
 def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
     """Returns an ID that is the same for every push of one event.
 
-    Start and completion events occur only once. Other events have a number or a message.
+    Start and completion events occur only once per prediction. Other events have a number or a
+    message.
     """
     which = (
         "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
@@ -341,7 +342,7 @@ def sign_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> dic
 async def end_of(
     answer: WebhookResponse, message: ReceivedMessage, delivery_id: str, state: DeliveryState
 ) -> str:
-    """Returns the outcome for an event's message, based on the response to the event.
+    """Returns the outcome for an event's message, based on the receiver's response to the event.
 
     A rejected event's hour of retries starts with its first rejection. Time spent waiting before
     that does not count.

@@ -1,1 +1,1 @@
-"""A job's life in a worker, where it is pulled, claimed, prepared, and completed."""
+"""A job's life cycle in a worker, where it is pulled, claimed, prepared, and completed."""

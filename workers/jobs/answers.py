@@ -1,6 +1,6 @@
 """Computes a job's reply and its record's state from its items' outcomes.
 
-A generation that ends without a result is charged for the tokens that its readers received.
+A generation that ends without a result is charged only for the tokens that its readers received.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 class RevisionComparison:
-    """One worker's part: the canary's worker requests, and the other revision's worker compares.
+    """One worker's part: the canary's worker requests comparisons, and the other one compares.
 
     Args:
         is_close: compares two outputs. May block, and may raise PenstockError.

@@ -59,9 +59,9 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try, because an item failed for any reason.
+        """Returns whether the other revision must try because an item failed for any reason.
 
-        An invalid input also fails there, but with the error messages that callers are used to.
+        An invalid input fails there too, but with the error messages that callers are used to.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
@@ -75,7 +75,7 @@ class Forwarding:
         """Forwards a job that `begin` closed, and acks it. If that fails, hands the job back."""
         metrics.CANARY_FORWARDED.labels(reason).inc()
         try:
-            # Done first, so that a crash caused by the job doesn't count against the next worker.
+            # Done first, so that a crash caused by the job isn't counted against the next worker.
             await self._records.hand_over(pulled.record)
             await forward(self._publisher, self._canary.public_name, pulled.message)
         except PenstockError as error:
@@ -146,10 +146,10 @@ class CanaryShare:
             self._counts.canary.add(took_s)
 
     def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
-        """Returns True if a caller set a shorter deadline than the default.
+        """Returns True if a caller set a deadline shorter than the default.
 
-        In that case, being late means nothing, because a caller may set a deadline that no revision
-        can meet.
+        In that case, being late is not meaningful, because a caller may set a deadline that no
+        revision can meet.
         """
         left_s = pulled.start_by_s - pulled.envelope.received_at_s
         return left_s < self._canary.deadline.default_s - ROUNDING_S
@@ -174,7 +174,7 @@ class CanaryShare:
                 if not self._is_canary:
                     tasks.create_task(self._drain_when_needed(subscriber))
         finally:
-            # A worker whose batches all fail exits, and its counts show the failures.
+            # A worker whose batches all fail exits, and its counts reveal the failures.
             with contextlib.suppress(Unavailable, TimeoutError):
                 async with asyncio.timeout(LAST_COUNT_LIMIT_S):
                     await self._send_counts()
@@ -184,8 +184,8 @@ class CanaryShare:
             try:
                 await self._refresh(is_alive=self._is_canary and is_ready())
             except Unavailable as error:
-                # Nothing is known, so nothing changes. The API sends no requests to canaries for
-                # now.
+                # Nothing is known yet, so nothing changes. The API sends no requests to canaries
+                # for now.
                 log.debug("canary state could not be read", extra={"reason": error.message})
             await asyncio.sleep(self._refresh_s)
 

@@ -46,7 +46,7 @@ class Cancellation:
         self.on_unwanted()
 
     def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
-        """Fails jobs with an error. Results that their items already have are not delivered."""
+        """Fails jobs with an error. Results already available for their items are not delivered."""
         for pulled in pulled_jobs:
             if not pulled.is_over:
                 pulled.outcomes.clear()
@@ -54,7 +54,7 @@ class Cancellation:
                     self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
-        """Drops the items in a job that didn't start by its queue limit."""
+        """Drops the items in a job that didn't start before its queue limit."""
         started = _items_in(self._queue.running, pulled)
         for item in pulled.items:
             if item.index not in started and item.index not in pulled.outcomes:

@@ -14,9 +14,9 @@ from workers.jobs.completion import Completion
 from workers.scheduling.job import PulledJob
 
 UNFINISHED_MAX, ALONE_MAX = 3, 2
-"""Number of worker deaths after which a job is given up on. Counted separately for all workers that
-held the job and for workers that ran it by itself. As with model processes, deaths with other
-causes are not counted against any job.
+"""Number of worker deaths after which a job is given up on. Deaths are counted separately for all
+workers that held the job and for workers that ran it by itself. As with model processes, deaths
+from other causes are not counted against any job.
 """
 
 
@@ -36,8 +36,9 @@ class Claims:
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         """Claims jobs' records. Waits only for jobs that may have been delivered before.
 
-        Nearly all jobs are on their first delivery, and are claimed in the background. If such a
-        job turns out to be already finished, it is dropped wherever it is by then.
+        Nearly all jobs are being delivered for the first time, and are claimed in the background.
+        If such a job turns out to be finished already, it is dropped, no matter how far along it is
+        by then.
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
@@ -55,7 +56,7 @@ class Claims:
     async def mark_alone(self, pulled_jobs: Iterable[PulledJob]) -> AsyncIterator[None]:
         """Marks jobs that have killed workers as this worker's only work, inside the context.
 
-        If this worker also dies, its death therefore counts against those jobs.
+        If this worker also dies, its death then counts against those jobs.
         """
         marked = []
         for pulled in pulled_jobs:

@@ -1,6 +1,6 @@
 """Completes jobs: stores large results, finishes the record, replies, caches, writes rows, acks.
 
-`finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
+`finish` decides the outcome. A job is handed back only if Redis (for a prediction), the object
 store, or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
 deliver it again. The first attempt to finish the record determines the reply. Later attempts repeat
 that reply and write identical rows.
@@ -10,7 +10,7 @@ steps. All such jobs with the same inbox go through each step together, in one t
 (`_finish_together`).
 
 Pure functions convert the outcomes of a job's items to the record's state, and the record to rows.
-A generation that ends without a result is charged for the tokens that its readers received.
+A generation that ends without a result is charged only for the tokens that its readers received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
 contain keys for the largest results; replies also contain keys for smaller ones.
@@ -73,8 +73,8 @@ class Completion:
     """Completes one model's jobs.
 
     `registry` holds the jobs until then, and `replies` publishes their replies. `canary` is this
-    worker's part in the comparison of two revisions, and `forwarding` hands over jobs that this
-    revision can't complete. They are None if the model has no canary and isn't one.
+    worker's part in comparing the two revisions, and `forwarding` hands over jobs that this
+    revision can't complete. Both are None if the model has no canary and isn't one.
     """
 
     has_flows: ClassVar = False
@@ -155,7 +155,7 @@ class Completion:
     def _finish_ended(self) -> None:
         """Finishes this iteration's jobs. A slow inbox doesn't delay another inbox's jobs."""
         ended, self._ended = self._ended, {}
-        with use_context(None):  # they belong to many traces
+        with use_context(None):  # the jobs belong to many traces
             for (_, has_record), jobs in ended.items():
                 finish = self._finish_recorded if has_record else self._finish_together
                 self.registry.spawn(finish(jobs))
@@ -180,7 +180,8 @@ class Completion:
     async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
         """Does what `finish` does, for all plain predictions that share an inbox.
 
-        If any is late, all are finished one by one, as are jobs whose records Redis did not finish.
+        If any are late, all are finished one by one, as are jobs whose records Redis did not
+        finish.
         """
         ours = self._bodies_of(jobs)
         if any(state_of(body) != "succeeded" for body in ours):  # some are late by this point
@@ -313,8 +314,8 @@ class Completion:
         has_record = pulled.envelope.has_record
         deliver = self._record_then_reply if has_record else self._record_and_reply
         answered = await deliver(pulled, ours)
-        # Done after the reply, because a caller is waiting for that. Until then an identical item
-        # is coalesced with the queued one.
+        # Done after the reply, because a caller is waiting for it. Until then, an identical item is
+        # coalesced with the queued one.
         await self.fill_cache([(pulled, answered)])
         subscribed = pulled.envelope.webhook_events
         if subscribed:

@@ -2,7 +2,7 @@
 
 In call order: `start` → `_pull` → `_admit`, which decodes jobs, drops late ones, claims records,
 checks the cache, fetches source images, prepares inputs, and queues items. The worker takes batches
-from `queue` and passes their results to `batches` (both in items.py). Every outcome goes to
+from `queue` and passes their results to `batches` (both in items.py). Every outcome is passed to
 completion.py.
 
 Canceled and late jobs are dropped, whether queued or in a running batch. Each held job has a timer,
@@ -184,7 +184,7 @@ class JobConsumer:
             await self._arrived.put((message, subscription))
 
     async def _admit_all(self) -> None:
-        """Admits messages that arrived during the last admission together."""
+        """Admits all messages that arrived during the last admission together."""
         while True:
             arrived = [await self._arrived.get()]
             while not self._arrived.empty():
@@ -215,7 +215,7 @@ class JobConsumer:
 
     async def _claim_and_look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
         """Claims jobs, and returns their items' cached results."""
-        if all(pulled.is_fresh for pulled in pulled_jobs):  # the Redis cache is not read
+        if all(pulled.is_fresh for pulled in pulled_jobs):  # the cache in Redis is not read
             await self._claims.claim(pulled_jobs)
             return await self._look_up(pulled_jobs)
         _, hits = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
@@ -282,9 +282,9 @@ class JobConsumer:
         self.cancellation.on_unwanted()
 
     async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
-        """Returns cached results. Doesn't read Redis again right after the API did.
+        """Returns cached results. Doesn't read Redis again right after the API has done so.
 
-        Doesn't look up flows' first steps.
+        Doesn't look up the first steps of flows.
         """
         in_memory, in_redis = list[str](), list[str]()
         for pulled in pulled_jobs:
@@ -307,7 +307,8 @@ class JobConsumer:
     def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
         """Returns the work counted for an input that could not be prepared.
 
-        Measuring a custom class's input takes little work, unless it reached its time limit.
+        Measuring a custom class's input takes little work, unless the measurement reached its time
+        limit.
         """
         if isinstance(item.input, CustomInput) and isinstance(error, BadInput):
             return 1

@@ -54,8 +54,8 @@ FASTEST = 0
 PROGRESS_EVERY_S = 0.5
 
 OUTPUT_EVENT_EVERY_S = 0.6
-"""Interval between two events for a growing output. The function that delivers them drops events
-that arrive within 0.5 s of the last one.
+"""Interval between two events for growing output. The function that delivers them drops events that
+arrive within 0.5 s of the last one.
 """
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
@@ -140,12 +140,15 @@ class ModelQueue:
         self._earliest_s = min(self._earliest_s, pulled.start_by_s)
 
     def take(self, processes: int) -> list[QueuedItem]:
-        """Returns the next batch for one of `processes`. Empty if no wanted item is waiting."""
+        """Returns the next batch for one of the `processes`.
+
+        Empty if no item that is waiting is still wanted.
+        """
         self._earliest_s = float("-inf")  # its item may have been taken, so recompute it on demand
         return self._queue.take(processes, self._is_wanted, time.time())
 
     def admit(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
-        """Admits items to `inside`, which one of `processes` computes step by step."""
+        """Admits items to `inside`, which one of the `processes` computes step by step."""
         self._earliest_s = float("-inf")
         return self._queue.admit(inside, processes, self._is_wanted, time.time())
 
@@ -363,8 +366,8 @@ class BatchResults:
 
     async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
         for index, preview in previews.images.items():
-            # On a thread, because libwebp releases the interpreter lock for the milliseconds it
-            # takes.
+            # Runs on a thread, because libwebp releases the interpreter lock for the milliseconds
+            # it takes.
             encoded = await asyncio.to_thread(encode_preview, preview)
             for pulled, item in batch[index].open_waiters():
                 if pulled.shown_in:
@@ -452,7 +455,7 @@ class TokenOutput:
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
         """Number of tokens in each reader's stream, for each item being generated."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
-        """Chunks whose files are being stored, and the chunks that follow."""
+        """Chunks whose files are being stored, plus the chunks that follow them."""
         self._grown: dict[PulledJob, int] = {}
         """Number of pieces in each prediction's output, while its webhook is being notified."""
         self._is_sending = False
@@ -503,7 +506,7 @@ class TokenOutput:
         self._held.pop(queued, None)
 
     async def _send_all(self) -> None:
-        """Sends until there is no new output, with one round trip for all items."""
+        """Sends until there is no new output, using one round trip for all items."""
         try:
             while self._has_more:
                 self._has_more = False

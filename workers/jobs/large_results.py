@@ -65,7 +65,7 @@ class LargeResults:
         return await self._with_key(envelope, outcome, INLINE_LIMIT_BYTES)
 
     async def for_reply(self, envelope: Envelope, body: ReplyBody) -> ReplyBody:
-        """Returns the body for the reply. It is the same object if nothing changes.
+        """Returns the body for the reply. It is the same object if nothing changed.
 
         A prediction is read from its record, so its reply has no results.
 
@@ -124,7 +124,7 @@ class LargeResults:
     async def _put(self, key: str, data: bytes, media_type: str, deadline_s: float) -> None:
         """Stores an object.
 
-        Retries while the store is unavailable, which costs less than a new image.
+        Retries while the store is unavailable, which costs less than computing a new image.
         """
         until_s = min(deadline_s, time.time() + self._keep_limit_s)
         pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)

@@ -28,7 +28,7 @@ class Preprocessor:
     """Prepares all items in a single call.
 
     Args:
-        on_thread: True to prepare on a thread, because preparing takes milliseconds.
+        on_thread: True to prepare items on a thread, because that takes milliseconds.
     """
 
     def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
@@ -49,7 +49,7 @@ class Preprocessor:
         )
 
     async def _with_sources(self, item: Item) -> Item | PenstockError:
-        """Returns `item` with its sources inline, or the reason they can't be read."""
+        """Returns `item` with its sources inlined, or the reason they can't be read."""
         if not any(source.object_key for source in item.input.sources):
             return item
         try:
@@ -75,7 +75,8 @@ class Preprocessor:
             return self._preparer.prepare(inputs)
         except Exception:
             # This is the boundary with tokenizers and templates. An input that crashes one of them
-            # fails by itself. Otherwise, it would kill this worker and the next one to get the job.
+            # fails on its own. Otherwise, it would kill this worker and the next one to get the
+            # job.
             if len(inputs) > 1:
                 return [ready for value in inputs for ready in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)

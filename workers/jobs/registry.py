@@ -1,7 +1,7 @@
 """A worker's jobs for one model, and the messages it sends to the broker about them.
 
 Each job is acked, handed back, or still in progress. Replies that are ready at the same time and go
-to the same inbox share messages if the API instance supports it, so the broker carries, bills for,
+to the same inbox share a message if the API instance supports it, so the broker carries, bills for,
 and delivers one message instead of many.
 """
 
@@ -64,7 +64,8 @@ class JobRegistry:
         self.completion = SmoothedDuration()
         """Measures the time between a job's last item outcome and its ack."""
         self.is_leaving = False
-        """True if the worker is shutting down. If it dies after that, no job is at fault."""
+        """True if the worker is shutting down. If the worker dies after that, no job is at fault.
+        """
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""

@@ -1,8 +1,8 @@
 """A job's spans, recorded when the job finishes: `queue`, `batch`, and `infer`.
 
-The message identifies their parent, which is the span that published the job. A batch has items
-from many jobs, so each job gets a separate `infer` span with the batch's times and links to the
-other jobs in the batch (docs/decisions/0037-traces.md).
+The message identifies the spans' parent, which is the span that published the job. A batch has
+items from many jobs, so each job gets a separate `infer` span with the batch's times and links to
+the other jobs in the batch (docs/decisions/0037-traces.md).
 """
 
 from __future__ import annotations

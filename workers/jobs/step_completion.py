@@ -111,7 +111,8 @@ class StepCompletion(Completion):
             return list(outcomes)
         retried = [outcome.index for outcome in outcomes if may_retry(pulled.job, outcome)]
         if retried:
-            # Otherwise, the claim would count as if a worker died while holding these items.
+            # Otherwise, the claim would count as though a worker had died while holding these
+            # items.
             await self._records.release([ReleasedClaim(pulled.record)])
             pulled.is_released = True
             await self._engine.retry(pulled.job, retried)

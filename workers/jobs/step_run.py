@@ -51,7 +51,7 @@ class StepRun:
         max_s: time limit per item. None means no limit.
         processes: number of processes that share the waiting items.
         may_admit: True if the process should stay with this model.
-        busy: counts the process as busy, less the spare time that it reports.
+        busy: counts the process as busy, minus the spare time that it reports.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class StepRun:
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
         self._preempted: set[int] = set()
-        """Slots to free for another tenant."""
+        """Slots to free up for another tenant."""
         self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -109,7 +109,7 @@ class StepRun:
             self._count()
         if ended.failure is not None:
             self._fail(ended.failure)
-        for queued in self._inside.values():  # they arrived too late to be admitted
+        for queued in self._inside.values():  # these items arrived too late to be admitted
             self._queue.requeue_unfinished(queued)
         self._inside.clear()
         return ""
@@ -129,7 +129,7 @@ class StepRun:
         self._preempt_for_others()
 
     def _preempt_for_others(self) -> None:
-        """Interrupts items from a tenant with too many slots in favor of a waiting tenant."""
+        """Interrupts items from a tenant with too many slots, in favor of a waiting tenant."""
         if self._preempted or self._dropped & self._inside.keys():
             return  # a slot is about to become free
         chosen = self._queue.to_preempt(self._inside.values())
@@ -185,7 +185,7 @@ class StepRun:
                 self._wait_again(message)
 
     def _pass_on(self, message: Chunks | Pieces) -> None:
-        """Passes on items' new output, with its large files."""
+        """Passes on items' new output, including its large files."""
         files = message.files if isinstance(message, Pieces) else {}
         written: Mapping[int, Chunk] = message.chunks
         self._tokens.pass_on(
@@ -254,7 +254,7 @@ class StepRun:
             done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
-        """Handles the simultaneous failure of all admitted items.
+        """Handles the failure of all admitted items at once.
 
         If there was only one item, it is the cause.
         """

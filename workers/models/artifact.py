@@ -63,8 +63,9 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
     instruction sets that affect speed. `relative_speed` applies only to the same instruction sets,
-    while quality applies to any (see session_options in workers/models/embedding/encoder_onnx.py).
-    A worker that has a choice measures both for itself.
+    while quality applies to all of them (see session_options in
+    workers/models/embedding/encoder_onnx.py). A worker that makes a choice measures both for
+    itself.
     `refused`: the variants that were measured but rejected, with the tolerance that each one
     missed.
     """
@@ -171,7 +172,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
     Raises:
         ConfigurationError: the file is missing or broken.
     """
-    import numpy as np  # every worker reads manifests, but few read texts
+    import numpy as np  # every worker reads manifests, but few of them read texts
 
     path = artifact.folder / CALIBRATION
     try:
@@ -240,7 +241,7 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
     target = artifacts_dir / model / digest
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as scratch:
-        # The check includes the folder's name, so the draft already has its final name.
+        # The check covers the folder's name, so the draft already has its final name.
         draft = Path(scratch) / model / digest
         draft.mkdir(parents=True)
         yield draft

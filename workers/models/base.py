@@ -30,7 +30,7 @@ A model without known steps calls on_step(0, 0) only to check whether the batch 
 OpenGguf = Callable[[Path, Path], Path]
 """Called with a GGUF file and the cache folder.
 
-Returns the model's folder, which it may have to create first.
+Returns the model's folder, which the call may have to create first.
 """
 IsClose = Callable[[CustomResult, CustomResult], bool]
 """Returns whether two outputs for one input are close. It may block or raise PenstockError."""
@@ -202,13 +202,13 @@ class RgbImage(msgspec.Struct, array_like=True):
 class Preparer(Protocol):
     """Validates and prepares inputs.
 
-    It runs in the I/O process, so it never imports a model library.
+    The preparer runs in the I/O process, so it never imports a model library.
     """
 
     def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedOutcome]:
         """Returns one outcome per input, in order.
 
-        An invalid input becomes a BadInput naming its field.
+        An invalid input results in a BadInput that names its field.
 
         For an input that doesn't need a model, the outcome is its result.
         """
@@ -229,7 +229,7 @@ class LoadedModel(Protocol):
         """
 
     def warmup(self) -> None:
-        """Does initial work that would otherwise slow down the first batch or step."""
+        """Does up-front work that would otherwise slow down the first batch or step."""
 
 
 class InferenceModel(LoadedModel, Protocol):
@@ -268,7 +268,7 @@ class StepEnd(msgspec.Struct):
     """The items that finished in a SteppedModel's step, by slot.
 
     `results`: finished items. `preempted`: items that have to wait and start over, because the
-    device had too little memory for all of them. `work`: the step's total work for all items, in
+    device had too little memory for all of them. `work`: the step's total work across all items, in
     tokens or pixels, or 0 if unknown. `waiting`: admitted items that the step did not compute
     because they are waiting for something other than the device.
     """
@@ -299,7 +299,7 @@ class SteppedModel(LoadedModel, Protocol):
         """Computes one step for all admitted items.
 
         Raises:
-            Exception: the model failed. All admitted items are dropped.
+            Exception: the model failed. OutOfMemory: all admitted items are dropped.
         """
 
     def take_chunks(self) -> dict[int, TokenChunk]:
@@ -311,10 +311,10 @@ class SteppedModel(LoadedModel, Protocol):
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A SteppedModel whose items can be interrupted, and resume if they are admitted again.
+    """A SteppedModel whose items can be interrupted, and resume when they are admitted again.
 
-    A text carries its generated tokens along. An image resumes if its process still has it, and
-    otherwise starts over.
+    A text keeps its generated tokens. An image resumes if its process still has it; otherwise, it
+    starts over.
     """
 
     def interrupt(self, slot: int) -> TokenChunk | None:

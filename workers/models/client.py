@@ -2,7 +2,7 @@
 
 One of our model processes runs all of a worker's models that share its libraries
 (workers/runtime/client.py). Any other process, such as a custom class's
-(workers/models/custom/client.py), has one model and a separate client.
+(workers/models/custom/client.py), has one model and its own client.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ProcessClient(Protocol):
     facts: Ready
     """Information reported at startup."""
     residency: ResidencyReport
-    """The models loaded in the process. Replaced by a new object after each change."""
+    """The models loaded in the process. Replaced with a new object after each change."""
 
     @property
     def memory_bytes(self) -> int:
@@ -75,7 +75,7 @@ class ProcessClient(Protocol):
         """Sends one batch for model number `model` as soon as the process can accept it.
 
         `timeout_s` starts counting when the batch becomes the oldest one in the process, and
-        excludes the time in which the model is set up.
+        excludes the time during which the model is set up.
 
         Raises:
             ModelProcessDied: the process died before accepting the batch.

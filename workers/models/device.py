@@ -3,7 +3,7 @@
 A model on a CPU runs with as many threads as there are free cores. A computation's threads spin
 while they wait for one another, so a thread without a core delays the others, and their spinning
 delays the process that has that core. For example, two workers with two threads each on the same
-two cores together generated 114 tokens/s, compared to 364 with one thread each (decision 24).
+two cores generated a combined 114 tokens/s, compared to 364 with one thread each (decision 24).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOW_S = 0.3
 """Length of a computation window that is evaluated as a whole."""
 _FREE = 0.75
-"""Minimum share of the time that a thread must have a core. Any less means too many threads.
+"""Minimum share of the time that a thread must have a core to itself. Anything less means there are
+too many threads.
 """
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
 """Pause before trying more threads. It doubles each time the new number is too high again."""
@@ -76,7 +77,7 @@ def attention_without_plans(device: torch.device) -> Iterator[None]:
     """Disables cuDNN's attention on a GPU, for calls whose shapes keep changing.
 
     torch prefers it on GPUs with compute capability 9 and 10. cuDNN builds a plan for each new
-    combination of text count and length, which made a step take ten times as long in
+    combination of text count and length, which made steps take ten times as long in
     modelscope/FunASR#3704. Setting TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment would also
     affect this process's image models, whose shapes rarely change.
     """
@@ -101,7 +102,7 @@ def memory_errors() -> Iterator[None]:
         # this process's context can't compute anything.
         raise GpuLost(str(error)) from error
     except RuntimeError as error:
-        # The CPU allocator has no error class for this.
+        # The CPU allocator has no dedicated error class for this.
         if "can't allocate memory" in str(error):
             raise OutOfMemory(str(error)) from error
         raise
@@ -123,13 +124,13 @@ def idle_s() -> float:
 class CpuThreads:
     """Adapts the thread count to the CPU: starts with one, and adds more if cores are idle.
 
-    There are too many threads if they get less CPU time than they have cores. Such a computation
-    may take seconds, so more threads are not tried until cores have been idle. The maximum is
-    torch's thread count: a forked process sets its own after the fork.
+    If threads get less CPU time than they have cores, there are too many of them. A computation
+    like this may take seconds, so more threads are not tried until cores have been idle. The
+    maximum is torch's thread count, because a forked process sets its own after the fork.
 
     Args:
         cpu_s: CPU time that this process has used.
-        idle_s: the machine's cores' idle time.
+        idle_s: total idle time of the machine's cores.
     """
 
     def __init__(

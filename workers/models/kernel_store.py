@@ -4,10 +4,10 @@ Inductor, Triton and the CUDA driver store compiled kernels in separate folders,
 small files that they rename and lock. A mounted bucket handles many small files poorly, but one
 large file well. For that reason, a new worker unpacks the archive before it loads the model, and
 repacks it if the warm-up compiled more kernels. A different GPU, driver, or torch version uses a
-different archive. Kernels are looked up by their computation, so at worst an outdated archive is
-useless.
+different archive. Kernels are looked up by their computation, so an outdated archive is useless at
+worst.
 
-A process that may write an archive can run code in the workers that read it. Each model therefore
+A process that can write an archive can run code in the workers that read it. Each model therefore
 has a separate folder, which only its own workers may write (infra/terraform/platform/storage.tf).
 """
 
@@ -32,10 +32,10 @@ from shared.models.kubernetes_names import slug
 MAX_BYTES = 512 * 1024 * 1024
 """Maximum total size of an archive's files.
 
-SD 1.5 with four batch sizes compiles to a fraction of this.
+SD 1.5 with four batch sizes compiles to a fraction of this size.
 """
 _NOT_KEPT = ("locks", "tmp")
-"""Folders with files that belong to a single process."""
+"""Folders whose files belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
 """Folders in addition to Inductor's, each with the variable that contains its path.
 
@@ -64,7 +64,7 @@ def kernel_key(device: torch.device) -> str:
 def _driver() -> str:
     """Returns the version of NVIDIA's driver.
 
-    If it is unknown, kernels are stored under CUDA's version.
+    If the version is unknown, kernels are stored under CUDA's version.
     """
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
@@ -104,9 +104,9 @@ class KernelStore:
         self._restored: frozenset[str] = frozenset()
 
     def restore(self) -> int:
-        """Unpacks an earlier worker's kernels.
+        """Unpacks the kernels from an earlier worker.
 
-        Never fails, because anything missing gets compiled.
+        Never fails, because any missing kernels are compiled.
         """
         if self._archive is None:
             return 0

@@ -12,7 +12,7 @@ from shared.models.entry import GpuTypeName
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags in /proc/cpuinfo, on x86 and ARM."""
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
-"""With either flag, x86 accumulates 8-bit products in 32 bits instead of 16, which would saturate.
+"""With either flag, x86 accumulates 8-bit products in 32 bits rather than 16, which would saturate.
 """
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
 """Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
@@ -34,7 +34,7 @@ class Cpu(NamedTuple):
 
     name: str
     flags: tuple[str, ...]
-    """The SPEED_FLAGS that it has, sorted."""
+    """The SPEED_FLAGS that the CPU has, sorted."""
 
 
 def detect_cpu() -> Cpu:

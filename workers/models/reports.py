@@ -32,7 +32,7 @@ class ResidencyReport(msgspec.Struct):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """Each model was loaded once. Models that fit the budget are resident and warm."""
+    """Each model has been loaded once. Models that fit the budget are resident and warm."""
 
     device_name: str
     load_s: float
@@ -40,7 +40,7 @@ class Ready(msgspec.Struct, tag="ready"):
     memory_bytes: int
     residency: ResidencyReport | None = None
     overlapping: list[int] = []
-    """Models whose next batch the process accepts before finishing the previous one."""
+    """Models whose next batch the process accepts before it finishes the previous one."""
 
 
 class StepDone(msgspec.Struct, tag="progress"):
@@ -115,18 +115,18 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []
-    """Each item's tokens or pixel-steps, including its share of the padding. Empty if there is no
+    """Each item's tokens or pixel-steps, including its share of any padding. Empty if there is no
     padding.
     """
     spare_s: float = 0.0
-    """The item's part of its steps' spare seconds, if it was added to a running batch."""
+    """The item's share of its steps' spare seconds, if it was added to a running batch."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0 means all of
     them.
     """
     calls: dict[int, Call] = {}
-    """The calls that computed items after other items had failed, by item index. An item does not
-    pay for calls that failed because of a different item.
+    """The calls that computed items again after other items had failed, by item index. An item does
+    not pay for calls that failed because of a different item.
     """
     logs: dict[int, PrintedLogs] = {}
     """The model's printed output, keyed by the index of the item it was computing by itself."""
@@ -152,7 +152,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class FileOfPiece(msgspec.Struct, array_like=True):
-    """A file that belongs in one piece of the output, and its bytes."""
+    """A file that belongs to one piece of the output, and its bytes."""
 
     file: StreamedFile
     data: bytes
@@ -202,7 +202,7 @@ class ItemPreview(msgspec.Struct, tag="item_preview"):
 
 
 class ItemEnded(msgspec.Struct, tag="ended"):
-    """One slot of batch `number` has finished. `done` describes only this item."""
+    """One slot of batch `number` has finished. `done` describes just this item."""
 
     number: int
     slot: int
@@ -235,8 +235,8 @@ class Preempted(msgspec.Struct, tag="preempted"):
 class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """Batch `number` has no items left.
 
-    `failure`: the reason that the model failed on the remaining items, which have not finished.
-        None if it did not fail.
+    `failure`: the reason that the model failed on the remaining items, which did not finish. None
+        if it did not fail.
     """
 
     number: int

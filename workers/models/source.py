@@ -2,8 +2,8 @@
 
 Downloads the folder if necessary. Also defines the layout of weights copied from the Hub, in a
 bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the repository's
-files unchanged. A file next to it, `hub/ORG/NAME/REVISION.json`, lists them and is written last, so
-a copy with a list is complete.
+files unchanged. A file next to it, `hub/ORG/NAME/REVISION.json`, lists those files and is written
+last, so a copy with a list is complete.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ OpenBucket = Callable[[str], ObjectStore]
 
 
 def open_gcs_bucket(name: str, prefix: str = "") -> ObjectStore:
-    """Opens a Google Cloud Storage bucket, or a part of it, with the machine's credentials."""
+    """Opens a Google Cloud Storage bucket, or part of one, with the machine's credentials."""
     return GCSStore(
         name,
         prefix=prefix or None,
@@ -119,7 +119,7 @@ def resolve(
         cache_dir: folder for copies of buckets and converted files.
         weights_dir: folder where copies of Hub repositories are mounted (workers/models/source.py).
             A complete copy is used in place.
-        open_gguf: creates the folder for a GGUF file. None means a folder for torch.
+        open_gguf: creates the folder for a GGUF file. None means to use a folder for torch.
 
     Raises:
         ConfigurationError: the source doesn't exist.
@@ -236,7 +236,8 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
         cache_dir: the Hub's cache. None means this machine's default.
 
     Raises:
-        ConfigurationError: the repository or revision doesn't exist, or the token has no access.
+        ConfigurationError: the repository or revision doesn't exist, or the token does not grant
+            access.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -261,7 +262,7 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
 
 
 def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
-    """Downloads to a temporary folder and renames it, so an existing folder is complete."""
+    """Downloads to a temporary folder and then renames it, so any existing folder is complete."""
     bucket, _, prefix = source.removeprefix("gs://").partition("/")
     folder = cache_dir / bucket / prefix.strip("/").replace("/", "--") / revision
     if folder.is_dir():
@@ -285,7 +286,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
 
 
 def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
-    """Downloads under a temporary name and renames it, so an existing file is complete."""
+    """Downloads under a temporary name and renames the file, so any existing file is complete."""
     bucket, _, path = source.removeprefix("gs://").partition("/")
     place = PurePosixPath(path)
     folder = cache_dir / bucket / str(place.parent).replace("/", "--") / revision

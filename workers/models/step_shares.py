@@ -1,4 +1,4 @@
-"""Divides the time a model's steps take among the items they compute."""
+"""Divides the time that a model's steps take among the items they compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepRoom:
 
         Args:
             rooms: the part of the budget taken by each item in the step.
-            work: work computed by the step. If 0, it is unknown, so each item counts as one.
+            work: work computed by the step. If 0, the work is unknown, so each item counts as one.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
         work = work or max(1, len(rooms))
@@ -49,7 +49,7 @@ class _Item:
 
     started_at_s: float
     room: int
-    """The part of the budget the item takes up."""
+    """The part of the budget that the item takes up."""
     steps: int = 0
     item_steps: int = 0
     """Number of items per step, summed over all of this item's steps."""

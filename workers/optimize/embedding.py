@@ -68,7 +68,7 @@ Others remain as exported.
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in worker-like batches, which takes a tenth of a second per round."""
+"""Every n-th text is timed, in worker-like batches, so each round takes a tenth of a second."""
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]
@@ -126,7 +126,7 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
 
 
 class _States(torch.nn.Module):
-    """The model with named inputs turned into positional ones, as the exporter requires."""
+    """The model with its named inputs turned into positional ones, as the exporter requires."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def fuse_graph(
 
     Args:
         has_all_heads: True if the graph has all the heads specified in `config`. Attention is fused
-            only then.
+            only in that case.
         to_fp16: converts weights and intermediate values to fp16. The inputs keep their types, and
             the states are returned in fp32.
 
@@ -160,7 +160,7 @@ def fuse_graph(
         A description of the resulting operators by kind, or of why nothing was fused.
     """
     is_known = config.model_type in _BERT_LIKE
-    # A head count of 0: attention is not fused.
+    # A head count of 0 means that attention is not fused.
     heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
     with _quiet():
         fused = (
@@ -181,8 +181,8 @@ def fuse_graph(
 
 def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: bool) -> OnnxModel:
     options = FusionOptions("bert")
-    # On a CPU, it takes eight times as long as an addition and a layer norm (encoder_onnx.py
-    # disables it too).
+    # On a CPU, the fused operator takes eight times as long as an addition and a layer norm
+    # (encoder_onnx.py disables it too).
     options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = skips_layer_norm
     return optimize_model(
         str(source),
@@ -190,8 +190,8 @@ def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: b
         num_heads=heads,
         hidden_size=width,
         optimization_options=options,
-        # Its own passes only: ONNX Runtime's passes depend on the machine, and run when a graph is
-        # loaded.
+        # Only the optimizer's own passes, because ONNX Runtime's passes depend on the machine, and
+        # run when a graph is loaded.
         opt_level=0,
     )
 
@@ -233,9 +233,9 @@ class Baseline:
     def measure(self, encoder: Encoder) -> tuple[VectorQuality, float, float]:
         """Returns a variant's quality, its texts/s, and the original's texts/s.
 
-        Quality is the worse of individual texts and batches, because padding and the scaling of
-        INT8 activations matter only in batches. Speed is the best of several alternating rounds, so
-        that other load on the machine affects both equally.
+        Quality is the worse of two results, for individual texts and for batches, because padding
+        and the scaling of INT8 activations matter only in batches. Speed is the best of several
+        alternating rounds, so that other load on the machine affects both equally.
 
         Raises:
             ConfigurationError: the variant can't be loaded.
@@ -287,7 +287,7 @@ def make_variants(
 
     Args:
         target: an empty folder.
-        say: receives a line of progress before each step.
+        say: receives a progress line before each step.
 
     Raises:
         ConfigurationError: the model can't be loaded or exported, or an option is invalid.
@@ -310,8 +310,8 @@ def make_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     builder.clear()
-    # The texts used to evaluate variants, not those used to fit them, because a worker checks
-    # against them again.
+    # The texts used to evaluate variants, rather than those used to fit them, because a worker
+    # checks against them again.
     write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {
@@ -329,7 +329,10 @@ def make_variants(
 
 @dataclass(frozen=True)
 class _VariantBuilder:
-    """Creates one graph at a time in `target`. Shared inputs are created once."""
+    """Creates one graph at a time in `target`.
+
+    Inputs shared by several graphs are created only once.
+    """
 
     settings: SentenceFolder
     texts: Sequence[PreparedText]
@@ -417,7 +420,7 @@ class _VariantBuilder:
 
     @cached_property
     def _has_types(self) -> bool:
-        """True only if the tokenizer returns types.
+        """True only if the tokenizer returns token types.
 
         An input that is always 0 would slow down every call.
         """
@@ -429,7 +432,7 @@ class _VariantBuilder:
 
     @cached_property
     def _feeds(self) -> list[Feed]:
-        # Every other text is as informative as all of them.
+        # Using every other text is as informative as using all of them.
         return [feed_of(text, self._inputs) for text in (*self.texts[::2], *self.lists)]
 
     @cached_property

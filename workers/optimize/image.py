@@ -1,4 +1,4 @@
-"""Evaluates an image model's variants based on the images they draw."""
+"""Evaluates an image model's variants by the images they draw."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class _Studio:
         pipelines = load_pipelines(folder, device, plan).without_edits()
         self.text_to_image = pipelines.main
         self._image_to_image = pipelines.by_mode.get("image")
-        # The VAE may be in fp32, which only an item's own pipeline knows.
+        # The VAE may use fp32, which only an item's own pipeline knows.
         self._own = Interception(Hub()).own
         self.images = [self._draw(seed, prompt) for seed, prompt in enumerate(PROMPTS)]
         if self._image_to_image is not None:
@@ -114,7 +114,7 @@ class _Studio:
 
     @property
     def weights_bytes(self) -> int:
-        """Memory used by the parameters. INT8 parameters report their own size."""
+        """Memory used by the model's parameters. INT8 parameters report their own size."""
         parts = (
             part
             for part in self.text_to_image.components.values()
@@ -241,7 +241,7 @@ def _measure(
 ) -> Verdict:
     """Evaluates a working variant by its images and its speed."""
     quality = _compare(studio.images, original.images, features)
-    # Alternates, so that other load on the machine affects both equally.
+    # Alternates between the two, so that other load on the machine affects both equally.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
     measured = msgspec.structs.replace(

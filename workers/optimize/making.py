@@ -42,7 +42,7 @@ from workers.optimize.report import Made, Verdict, verdict_table, verdicts_as_di
 from workers.tasks import WORKER_TASKS
 
 Maker = Callable[[Model, Path, Path, OptimizeOptions, Callable[[str], None]], Made]
-"""Creates and evaluates an entry's variants: takes the entry, its folder and the target folder."""
+"""Creates and evaluates an entry's variants, given the entry, its folder, and the target folder."""
 _MADE_BY = ("torch", "transformers", "diffusers", "onnx", "onnxruntime", "torchao")
 
 
@@ -104,7 +104,8 @@ def make_artifact(
     if existing is not None and not missing:
         output.show_found(existing)
         return
-    # Several stacks may start at once on a new machine. One creates the artifact for all.
+    # Several stacks may start at once on a new machine. One of them creates the artifact for all of
+    # them.
     with lock_file(settings.artifacts_dir / f"making-{digest}.lock"):
         existing, missing = look()
         if existing is not None and not missing:
@@ -167,8 +168,8 @@ def _list_refused(
 
 
 def _maker(entry: Model) -> Maker:
-    # Imported where needed: a run that finds its artifact takes half a second, rather than the
-    # several seconds that torch takes.
+    # Imported where needed, because a run that finds its artifact takes half a second, rather than
+    # the several seconds needed to import torch.
     module = import_module(f"workers.optimize.{WORKER_TASKS[entry.task].optimizer}")
     return cast(Maker, module.make_variants)
 

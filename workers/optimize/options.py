@@ -19,11 +19,11 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class OptimizeOptions:
     """The command-line options.
 
-    `variants`: names known to the task. Empty means the usual variants. `tolerance`: minimum cosine
-    (images: PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the fraction to
-    cut, 0 to
-    1. `calibration`: how int8-static chooses ranges. `threads`: threads for the reference and every
-    variant.
+    `variants`: names known to the task. If empty, the usual variants are used. `tolerance`: minimum
+    cosine (images: PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the
+    fraction to cut, 0 to
+    1. `calibration`: how int8-static chooses its ranges. `threads`: number of threads for the
+    reference and every variant.
     """
 
     variants: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 Pruning cuts a linear layer's inputs (the consumer) together with the corresponding outputs of the
 layers that produce them (the producers). torch.nn.utils.prune only sets weights to zero, so a
-pruned matrix costs as much as before.
+pruned matrix costs just as much as before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class Pruned:
-    """The number of inner neurons and heads that were cut, with their totals."""
+    """The number of inner neurons and heads that were cut, along with the totals."""
 
     neurons: int
     of_neurons: int
@@ -33,7 +33,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A linear layer, its inputs in groups of `width` (a head, or 1), and preceding layers."""
+    """A linear layer, its inputs in groups of `width` (a head, or 1), and the preceding layers."""
 
     consumer: torch.nn.Linear
     producers: Sequence[torch.nn.Linear]
@@ -96,7 +96,8 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
     """Cuts `part` of the groups in each layer. Returns how many were cut."""
     before = _groups(cuts)
-    # All are measured before any is cut. Otherwise, layers would be fitted to one another's errors.
+    # All layers are measured before any are cut. Otherwise, layers would be fitted to one another's
+    # errors.
     for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
         _cut(cut, inputs, part)
     return before - _groups(cuts)
@@ -133,11 +134,11 @@ def _inputs_of(
 
 
 def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
-    """Drops the least contributing groups of `inputs` [tokens, features], refits the consumer.
+    """Drops the least contributing groups of `inputs` [tokens, features] and refits the consumer.
 
     A feature's contribution is its deviation from its mean times the norm of its weight column. The
-    mean of the dropped features goes into the bias, and a ridge regression on the kept features
-    makes up for part of the rest.
+    mean of the dropped features is added to the bias, and a ridge regression on the kept features
+    partly compensates for the rest.
     """
     weight, mean = cut.consumer.weight, inputs.mean(0)
     around = inputs - mean

@@ -1,4 +1,4 @@
-"""Distances from the reference: vectors by cosine and ranking, images by three measures."""
+"""Distances from the reference: cosine and ranking for vectors, three measures for images."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scipy.stats import spearmanr
 NEIGHBORS = 10
 _SSIM_WINDOW = 7
 _NO_DIFFERENCE_DB = 100.0
-"""The PSNR of two bit-identical images, for which the formula is undefined."""
+"""The PSNR used for two bit-identical images, for which the formula is undefined."""
 
 
 @dataclass(frozen=True)
 class VectorQuality:
-    """Comparison of vectors to the reference's. All values are from -1 or 0 to 1.
+    """Comparison of vectors with the reference's vectors. All values range from -1 or 0 to 1.
 
     `neighbors`: average share of a text's ten nearest neighbors that stay the same.
-    `rank_correlation`: Spearman's, over the similarities of all pairs of texts.
+    `rank_correlation`: Spearman's rank correlation, over the similarities of all pairs of texts.
     """
 
     cosine_mean: float
@@ -78,7 +78,7 @@ def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
-    """Returns two images' structural similarity, [height, width, channels], values from 0 to 1.
+    """Returns the structural similarity of two images [height, width, channels] of values 0 to 1.
 
     The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error
     Visibility to Structural Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2

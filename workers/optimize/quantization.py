@@ -1,15 +1,16 @@
 """INT8 graphs created with ONNX Runtime's quantizer.
 
-Weights are scaled per channel, activations on each call or once through calibration.
+Weights are scaled per channel; activations are scaled on each call, or once through calibration.
 
 Each static INT8 product is a single operator, with a bias that corrects rounding errors. The
 correction follows Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
 Weight Equalization and Bias Correction" (2019), but averages over real inputs instead of
 estimating.
 
-SmoothQuant moves large activation channels into a graph's weights, following Xiao, Lin, Seznec, Wu,
-Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
-Models" (2022). ONNX Runtime offers it only through another package, which is no longer maintained.
+SmoothQuant shifts the scale of large activation channels into a graph's weights, following Xiao,
+Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization
+for Large Language Models" (2022). ONNX Runtime offers it only through another package, which is no
+longer maintained.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ Feed = dict[str, np.ndarray]
 _STRENGTH = 0.75
 """The paper's alpha.
 
-Of the values from 0.5 to 1.0, 0.75 has the highest minimum cosine, measured with MiniLM in INT8.
+Among the values from 0.5 to 1.0, 0.75 yields the highest minimum cosine, as measured with MiniLM in
+INT8.
 """
 _FLOOR = 1e-5
 
@@ -51,7 +53,7 @@ _METHODS = {
     "entropy": CalibrationMethod.Entropy,
     "percentile": CalibrationMethod.Percentile,
 }
-# Fused operators have no inferred types; all their values are floats.
+# Fused operators have no inferred types, but all their values are floats.
 _TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 
 
@@ -85,7 +87,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
 
 
 def find_weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
-    """Returns products with constant weights that have no other user, by their activation."""
+    """Returns products whose constant weights have no other user, keyed by activation."""
     constants = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     users: dict[str, int] = defaultdict(int)
     for node in model.graph.node:
@@ -169,10 +171,10 @@ class _Product:
 
 
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
-    """Rewrites `target`: conversions, product and corrected bias become one operator.
+    """Rewrites `target` so that conversions, product, and corrected bias become one operator.
 
     ONNX Runtime does the same when it loads a graph on a CPU, but leaves out the bias, which then
-    takes a separate pass over memory: a tenth of MiniLM's time.
+    requires a separate pass over memory that takes a tenth of MiniLM's time.
 
     Args:
         source: the fp32 graph from which `target` was created.
@@ -294,8 +296,8 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
         node.name for nodes in find_weighted_products(onnx.load(source)).values() for node in nodes
     ]
     options = {
-        # Outputs stay fp32, because rounding them too reduced quality far more than everything else
-        # (MiniLM: cosine 0.94 instead of 0.998).
+        # Outputs stay in fp32, because rounding them as well reduced quality far more than
+        # everything else combined (MiniLM: cosine 0.94 instead of 0.998).
         "OpTypesToExcludeOutputQuantization": ["MatMul"],
         "CalibPercentile": 99.999,
         **_TYPES,

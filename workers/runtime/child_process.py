@@ -14,18 +14,18 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""How many times a torch thread polls for the other threads in its computation before it sleeps,
-which takes 0.2 ms.
+"""How many times a torch thread polls for the other threads in its computation before it goes to
+sleep, which takes 0.2 ms.
 
-By default it polls 300,000 times, which takes longer than the system lets it run. When two
-computations had all of their threads on one core, a step took seconds (decision 24).
+By default, it polls 300,000 times, which takes longer than the system lets it run. When two
+computations had all of their threads on a single core, a step took seconds (decision 24).
 """
 _STATUS_LIMIT_S = 1.0
 """How long to wait for the template to report a process's exit status."""
 
 
 class ChildProcess(Protocol):
-    """The part of asyncio.subprocess.Process that is used."""
+    """The part of asyncio.subprocess.Process that is used here."""
 
     pid: int
     stdout: asyncio.StreamReader | None
@@ -56,12 +56,12 @@ def child_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from returning each batch's memory to the kernel. Yields 3 to 5% more tokens
-        # per second.
+        # Keeps glibc from returning each batch's memory to the kernel. Doing so yields 3 to 5% more
+        # tokens per second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # By default, oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
-        # used to grow for minutes. With 256 it soon levels off, and few primitives are recompiled
+        # By default, oneDNN caches 1,024 compiled primitives. Texts vary in length, so memory used
+        # to grow for minutes. With 256, it soon levels off, and few primitives are recompiled
         # (workers/models/embedding/encoder_torch.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
@@ -127,7 +127,8 @@ class ForkedProcess:
 
     def _on_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # If the template died and we are the container's first process, we reap its child.
+        # If the template died and this is the container's first process, the template's child is
+        # reaped here.
         with contextlib.suppress(ChildProcessError):
             status = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
             if status is not None:

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
-"""Starts a process, passing it this end of its socket."""
+"""Starts a process, passing it its end of the socket."""
 
 
 @dataclass(slots=True)
@@ -76,9 +76,9 @@ class _Pending:
 class ModelClient:
     """A ProcessClient for a model process that is ready. If the process exits, its batches fail.
 
-    On a CPU, it runs one batch at a time. A second one was tried and rejected, because even without
-    it the process is busy 99% of the time (with batches of 1,000 tokens), and a batch formed later
-    is fuller. On a device that computes asynchronously, it runs two (decision 143).
+    On a CPU, it runs one batch at a time. Running a second one was tried and rejected, because even
+    without it the process is busy 99% of the time (with batches of 1,000 tokens), and a batch
+    formed later is fuller. On a device that computes asynchronously, it runs two (decision 143).
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ModelClient:
         self._writer = writer
         self._output = ChildOutput(process)
         self._turns = asyncio.Semaphore(IN_FLIGHT)
-        """One turn per batch of an overlapping model. All other batches take all turns."""
+        """One turn per batch of an overlapping model. All other batches take every turn."""
         self._entrance = asyncio.Lock()
         """Held while waiting for turns, so that they are taken in order."""
         self._pending: dict[int, _Pending] = {}
@@ -172,7 +172,7 @@ class ModelClient:
         pending = await self._begin(len(batch), timeout_s, model, model in self.facts.overlapping)
         pending.on_step, pending.on_previews = on_step, on_previews
         self._writer.write(encode_run(pending.number, list(batch), model))
-        # `_handle` checks each message's type, so this one ends with a BatchResult.
+        # `_handle` checks each message's type, so this loop ends with a BatchResult.
         done = cast("asyncio.Future[BatchResult]", pending.done)
         number = pending.number
         return RunningBatch(done, partial(self._cancel, number), partial(self._watch, number))
@@ -196,8 +196,8 @@ class ModelClient:
     async def _begin(
         self, size: int, timeout_s: float, model: int, is_overlapping: bool
     ) -> _Pending:
-        # Turns end with the batch, not with the caller. When a caller is canceled, the process is
-        # still computing.
+        # Turns end with the batch, rather than with the caller. When a caller is canceled, the
+        # process is still computing.
         turns = await self._take_turns(model, is_overlapping)
         if self._reason:
             self._release(turns)
@@ -294,8 +294,9 @@ class ModelClient:
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Handles messages until the process exits.
 
-        Then fails its batches, and returns the reason with the process's last output. Only
-        operators may read that output, because it contains paths and may come from any tenant.
+        It then fails the process's batches, and returns the reason along with the process's last
+        output. Only operators may read that output, because it contains paths and may come from any
+        tenant.
         """
         try:
             while (message := await self._read()) is not None and not self._fault:
@@ -364,7 +365,7 @@ class ModelClient:
         """Admits the next batch. Returns this batch's future, unless its caller is gone."""
         del self._pending[pending.number]
         pending.timer.cancel()
-        for other in self._pending.values():  # its time limit starts once it is the oldest
+        for other in self._pending.values():  # a batch's time limit starts once it is the oldest
             other.timer.cancel()
             other.timer = self._start_timer(other.timeout_s)
         self._release(pending.turns)

@@ -1,4 +1,4 @@
-"""Runs batches in a model process, either whole or as one batch that items join between steps.
+"""Runs batches in a model process, either as a whole or as one batch that items join between steps.
 
 In a whole batch, groups that fail are halved, and the batch stops when it is canceled. If a model
 computes asynchronously, its batches overlap (workers/runtime/overlap.py). For a SteppedModel, each
@@ -100,7 +100,7 @@ def run_batch(
 def report_batch(
     resident_models: ResidentModels, batch: RunBatch, execution: BatchExecution, inference_s: float
 ) -> BatchResult:
-    """Returns the result of a batch that was just computed, which took `inference_s`."""
+    """Returns the result of a batch that was just computed in `inference_s`."""
     started_at_s = time.time() - inference_s
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch
@@ -165,7 +165,7 @@ class BatchSteps:
 class StepReporter(BatchSteps):
     """Reports progress, and stops batch `number` if it is canceled.
 
-    It reads the socket between steps, because a thread for this would slow down every batch.
+    It reads the socket between steps, because using a thread for this would slow down every batch.
 
     Args:
         previewer: the model, or None if it can't draw previews.
@@ -185,7 +185,8 @@ class StepReporter(BatchSteps):
 
     def __call__(self, step: int, steps: int) -> None:
         """Reports `step` of `steps`, and previews if requested and enough time has passed."""
-        # Checked after the last step, too: decoding and encoding take as long as several steps.
+        # Checked after the last step as well, because decoding and encoding take as long as several
+        # steps.
         if self._is_canceled():
             self.saved = steps - step
             raise Canceled
@@ -220,7 +221,8 @@ class StepReporter(BatchSteps):
         try:
             drawn = self._previewer.preview(inside)
         except Exception:
-            # The boundary with the model libraries: an optional preview never fails a batch.
+            # The boundary with the model libraries, where an optional preview must never fail a
+            # batch.
             log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return
@@ -276,7 +278,7 @@ class BatchExecution:
         except Canceled:
             raise
         except Exception as error:
-            # The boundary with the model libraries: their errors fail items, never the process.
+            # The boundary with the model libraries, whose errors fail items, never the process.
             self._has_failed = True
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
@@ -308,7 +310,8 @@ def _share_work(computed: int, lengths: Sequence[int], *, is_even: bool) -> list
     """Returns each item's share of a group's computed work.
 
     Args:
-        is_even: True if each item costs as much as the longest. Otherwise, in proportion to length.
+        is_even: True if each item costs as much as the longest. Otherwise, the cost is proportional
+            to length.
     """
     if is_even:
         return [computed // len(lengths)] * len(lengths)
@@ -360,7 +363,8 @@ class StepPreviews:
         try:
             return self._model.image(slot)
         except Exception:
-            # The boundary with the model libraries: an optional preview never fails an item.
+            # The boundary with the model libraries, where an optional preview must never fail an
+            # item.
             log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return None
@@ -413,7 +417,7 @@ class StepExecution:
         except ConnectionError:
             raise  # the I/O process has hung up
         except Exception as error:
-            # The boundary with the model libraries: their errors fail items, never the process.
+            # The boundary with the model libraries, whose errors fail items, never the process.
             slots = self._shares.slots
             log.warning("step failed", exc_info=True, extra={"items": len(slots)})
             failure = Failure.from_error(error)
@@ -429,7 +433,7 @@ class StepExecution:
             if message is None:
                 return False
             if isinstance(message, Evict) or message.number != self._batch.number:
-                continue  # for a batch that is over
+                continue  # meant for a batch that is over
             if isinstance(message, Admit):
                 self._admit(model, message.first, message.items)
             elif isinstance(message, Drop):
@@ -480,7 +484,7 @@ class StepExecution:
         if end.results or now_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare(now_s)
         if any(isinstance(result, PenstockError) for result in end.results.values()):
-            self._report_chunks(model, now_s)  # a result includes them, a failure does not
+            self._report_chunks(model, now_s)  # a result includes them, but a failure does not
         self._end_all(end)
         if self._previews is not None:
             self._previews.report()

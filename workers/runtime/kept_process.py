@@ -25,7 +25,7 @@ class KeptProcess:
         self._settled = asyncio.Event()
         self._failure: PenstockError | None = None
         self.client: ProcessClient | None = None
-        """The current process, or the last one. None if no process has started yet."""
+        """The current process, or the most recent one. None if no process has started yet."""
 
     async def ready(self) -> None:
         """Waits until the process can run a batch.
@@ -38,7 +38,7 @@ class KeptProcess:
             raise self._failure
 
     def up(self) -> ProcessClient:
-        """Returns the process, which can run a batch.
+        """Returns the process, if it can run a batch.
 
         Raises:
             ModelProcessDied: the process is not running.

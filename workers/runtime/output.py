@@ -27,7 +27,7 @@ class ChildOutput:
             sys.stderr.write(chunk.decode(errors="replace"))
 
     async def finish(self) -> None:
-        """Waits for the remaining output after the process has exited.
+        """Waits for any remaining output after the process has exited.
 
         The wait is short, because a grandchild may hold the pipe open.
         """

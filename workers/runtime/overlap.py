@@ -1,7 +1,7 @@
 """Runs two batches at once on a model whose device computes asynchronously.
 
 Each batch has a thread. While the device computes one batch, the other batch's thread prepares it,
-or reads and sends its results. The device computes one call after another.
+or reads and sends its results. The device computes one call at a time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class OverlappedBatches:
         except GpuLost as error:
             leave_without_gpu(error)
         except BaseException:
-            # Not a model error, which fails items. A batch without a result would hang.
+            # This is not a model error, which would fail items. A batch without a result would wait
+            # forever.
             log.exception("batch ended without a result")
             os._exit(1)
 
@@ -75,7 +76,7 @@ class OverlappedBatches:
         execution.compute(batch.items)
         with self._ending, contextlib.suppress(ConnectionError):  # the I/O process has hung up
             now_s = time.perf_counter()
-            # Until then, the device was computing the previous batch.
+            # Until that time, the device was computing the previous batch.
             inference_s = now_s - max(began_s, self._ended_s)
             self._ended_s = now_s
             self._send(report_batch(self._resident_models, batch, execution, inference_s))
@@ -105,5 +106,5 @@ def leave_without_gpu(error: GpuLost) -> NoReturn:
     """Exits this process after its GPU failed, so that its items are retried."""
     log.error("GPU lost", extra={"error": str(error)})
     logging.shutdown()
-    # Skip the libraries' exit handlers, which may wait for the GPU forever.
+    # Skips the libraries' exit handlers, which may wait for the GPU forever.
     os._exit(GPU_LOST_STATUS)

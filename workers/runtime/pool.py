@@ -40,7 +40,7 @@ class HostedModel(NamedTuple):
 class ProcessPool:
     """Model processes that start together.
 
-    A context manager whose block is entered once all are ready.
+    A context manager whose block is entered once all processes are ready.
 
     Args:
         processes: at least one process.
@@ -94,8 +94,8 @@ class ProcessPool:
 class ModelPool(ProcessPool):
     """The processes that run a worker's models.
 
-    Each place in the pool has all models. Our own models share one model process, and each custom
-    class has a separate process.
+    Each place in the pool has all of the models. Our own models share one model process, while each
+    custom class has a separate process.
 
     Args:
         models: at least one. A model's index here is the number that `run` takes.
@@ -166,7 +166,7 @@ class _ModelProcesses:
 
     Args:
         threads: threads per process on a CPU.
-        device: the device for which the template preloads.
+        device: the device that the template preloads for.
     """
 
     def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:
@@ -174,7 +174,9 @@ class _ModelProcesses:
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
         self.template: Template | None = None
-        """The template they are forked from. None if this system can't fork them."""
+        """The template that the processes are forked from. None if this system can't fork
+        processes.
+        """
         if can_fork():
             ahead = (*command, f"--device={device}")
             self.template = Template(ahead, self._environment, timeout_s)
@@ -192,7 +194,7 @@ class _ModelProcesses:
 
 
 def _devices(device: str, processes: int, threads: int) -> list[str]:
-    """Returns each process's device. Doesn't use torch, which this process must not import."""
+    """Returns each process's device. Doesn't use torch, because this process must not import it."""
     gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
     if device in ("auto", "cuda") and gpus:
         count = processes or len(gpus)

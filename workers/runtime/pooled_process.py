@@ -1,7 +1,7 @@
 """A place in a worker's pool: the processes that take turns on one device.
 
 A worker's models run in one model process plus a separate process for each custom class. To the
-worker, they look like a single process that has some of the models loaded and runs one model's
+worker, they look like a single process that has loaded some of the models and runs one model's
 batches at a time.
 """
 
@@ -49,7 +49,7 @@ class PooledProcess:
     """Processes that take turns on one device.
 
     Args:
-        launches: how to start the processes. Together they run all models in the pool.
+        launches: how to start the processes. Together, they run all models in the pool.
         memory_budget_bytes: limit for all of their models together. 0 means no limit.
     """
 
@@ -63,7 +63,7 @@ class PooledProcess:
         ]
         self._budget_bytes = memory_budget_bytes
         self._opened = asyncio.Event()
-        """Set once each process has been started, or has failed to start."""
+        """Set once each process has been started or has failed to start."""
         self._current: ProcessClient | None = None
         """The process that has the running batch."""
         self._early_drops: list[int] = []
@@ -112,8 +112,8 @@ class PooledProcess:
         Args:
             batch: at least one item.
             model: the model's number. It is loaded first if it is not resident.
-            timeout_s: counts from when the batch is the oldest one in the process. The process is
-                killed once it expires.
+            timeout_s: starts counting when the batch is the oldest one in the process. The process
+                is killed once it expires.
             on_step: called after steps, about ten times a second, if the model has steps.
             on_previews: called with the previews that `RunningBatch.watch` requests.
 
@@ -125,7 +125,7 @@ class PooledProcess:
         return await client.send(batch, timeout_s, on_step, number, on_previews)
 
     async def finish(self, done: BatchResult, model: int) -> None:
-        """Makes room on the device if a finished batch for `model` had too little."""
+        """Makes room on the device if a finished batch for `model` had too little memory."""
         host, number = self._find(model)
         client = host.process.client
         is_resident = client is None or number in client.residency.resident
@@ -192,7 +192,7 @@ class PooledProcess:
         return ended
 
     def _find(self, model: int) -> tuple[_Host, int]:
-        """Returns the process that runs a model, and the model's number there."""
+        """Returns the process that runs a model, and the model's number in that process."""
         host = next(host for host in self._hosts if model in host.models)
         return host, host.models.index(model)
 
@@ -221,7 +221,7 @@ class PooledProcess:
         return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
 
     async def _evict_if_too_large(self, host: _Host) -> None:
-        """Evicts a newly started process's models if its last one doesn't fit."""
+        """Evicts the models of a newly started process if the last one doesn't fit."""
         last = host.models[-1]
         if (
             self._budget_bytes
@@ -279,7 +279,10 @@ class PooledProcess:
 
     @property
     def residency(self) -> ResidencyReport:
-        """The models loaded in the processes, as last reported. A new object after each change."""
+        """The models loaded in the processes, as last reported.
+
+        Replaced with a new object after each change.
+        """
         reports = [host.residency() for host in self._hosts]
         if any(new is not old for new, old in zip(reports, self._reports, strict=True)):
             changed = [new is not old for new, old in zip(reports, self._reports, strict=True)]
@@ -292,7 +295,7 @@ class PooledProcess:
     ) -> ResidencyReport:
         """Merges all processes' reports into one.
 
-        Loads and evictions include only processes that changed.
+        Loads and evictions cover only processes that changed.
         """
         whole = ResidencyReport([])
         for host, report, is_new in zip(self._hosts, reports, changed, strict=True):

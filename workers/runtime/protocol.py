@@ -5,10 +5,10 @@ below or in workers/models/reports.py. The model process receives RunBatch, Watc
 Evict. It sends Ready or Refused once, then StepDone, Previews, and BatchResult.
 
 For a model that computes in steps, Admit adds items to a running batch, and Drop or Preempt removes
-them. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare, and Preempted, and
-StepsEnded when no items are left. An Admit and a StepsEnded may cross in transit. The process
-therefore ignores an Admit for a batch that is over, and the I/O process requeues any items that
-have no outcome when StepsEnded arrives.
+them. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare, and Preempted,
+followed by StepsEnded when no items are left. An Admit and a StepsEnded may cross in transit. The
+process therefore ignores an Admit for a batch that is over, and the I/O process requeues any items
+that have no outcome when StepsEnded arrives.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""Number of batches an overlapping model has in a process: one runs while the other is prepared."""
+"""Number of batches an overlapping model has in a process: one that is running while another is
+prepared.
+"""
 _encoder = msgspec.msgpack.Encoder()
 
 
 class RunBatch(msgspec.Struct, tag="run"):
-    """Run these items on model number `model`. `number` counts this process's batches."""
+    """Run these items on model number `model`. `number` counts the batches in this process."""
 
     number: int
     items: list[PreparedItem]

@@ -5,9 +5,9 @@ possible.
 
 Also measures the memory of the process and the machine, and returns unused memory.
 
-Restoring from a copy is about twenty times faster than loading from disk. Only models with plain
-parameters can be offloaded, because compiled models and CUDA graphs contain the parameters'
-addresses, and quantized models hide parameters in other objects.
+Restoring a model from a copy is about twenty times faster than loading it from disk. Only models
+with plain parameters can be offloaded, because compiled models and CUDA graphs contain the
+parameters' addresses, and quantized models hide their parameters in other objects.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Offloaded:
     def restore(self) -> LoadedModel:
         """Copies the weights back to their device.
 
-        Raises: RuntimeError: there is not enough memory. Some weights may already be restored, so
-            call `release`.
+        Raises: RuntimeError: there is not enough memory. Some weights may already have been
+            restored, so call `release`.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)
@@ -98,7 +98,7 @@ def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
 
 
 def _networks(values: Mapping[str, Any], depth: int) -> Iterator[Any]:
-    """Yields torch modules reachable through our objects, diffusers pipelines, lists and dicts."""
+    """Yields torch modules reachable through our objects, diffusers pipelines, lists, and dicts."""
     torch = sys.modules["torch"]
     for value in values.values():
         if isinstance(value, torch.nn.Module):
@@ -157,7 +157,7 @@ def _finish_copies() -> None:
 def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except FileNotFoundError:  # not Linux; other systems report only the peak
+    except FileNotFoundError:  # not on Linux; other systems report only the peak
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -173,7 +173,7 @@ def gpu_bytes() -> int:
 
 
 def weights_bytes(root: Path) -> int:
-    """Returns the size of weight files: `root`, or the files below it in one format."""
+    """Returns the size of weight files: `root` itself, or the files below it in one format."""
     files = [path for path in (root, *root.rglob("*")) if path.is_file()]
     sums = (
         sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES
@@ -203,7 +203,7 @@ def give_back(*, is_empty: bool) -> None:
     """
     gc.collect()
     if is_empty:
-        # libraries have 300,000 objects; collecting them takes a quarter of a second
+        # libraries create 300,000 objects, and collecting them takes a quarter of a second
         gc.freeze()
     torch = _torch_with_gpu()
     if torch is not None:
@@ -226,7 +226,7 @@ class ResidentModels:
         weights: each model's weights file or folder, for estimating its size before the first load.
         budget_bytes: limit for all resident models together. A larger model must be the only
             resident model. If 0, only the device's limit applies, which also causes evictions.
-        loaded: models loaded before this process was forked, keyed by number.
+        loaded: models that were loaded before this process was forked, keyed by number.
         more_weights: additional files that models load, keyed by number. Included in the estimate.
     """
 
@@ -259,7 +259,7 @@ class ResidentModels:
         self.warmup_s = 0.0
 
     def open(self) -> None:
-        """Loads every model once, so that an invalid model is rejected now.
+        """Loads every model once, so that an invalid model is rejected right away.
 
         The first models that fit stay loaded.
 
@@ -326,7 +326,7 @@ class ResidentModels:
         model = self._from_disk(number) if offloaded is None else _restore(offloaded)
         self._load_s[number] = time.monotonic() - began_s
         if model.device_name == "cpu":
-            # Files are mapped and read on demand, so a model can grow to their size.
+            # Files are mapped and read on demand, so a model can grow to the size of its files.
             grown_bytes = resident_bytes() - before_bytes[0]
             self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
         else:  # torch doesn't see other libraries' memory, so they keep the estimate
@@ -364,14 +364,14 @@ class ResidentModels:
         return sum(self._size_bytes[number] for number in self._resident)
 
     def evict_others(self, keep: int) -> None:
-        """Evicts all models but `keep`, because the device has less memory than the budget."""
+        """Evicts all models except `keep`, because the device has less memory than the budget."""
         while any(number != keep for number in self._resident):
             if next(iter(self._resident)) == keep:
                 self._resident.move_to_end(keep)
             self._evict_oldest()
 
     def evict(self, numbers: Sequence[int]) -> None:
-        """Evicts these models, if they are resident, because others need the memory."""
+        """Evicts these models, if resident, because other models need the memory."""
         for number in numbers:
             if number in self._resident:
                 self._resident.move_to_end(number, last=False)

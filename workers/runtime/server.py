@@ -60,7 +60,7 @@ def main() -> int:
     arguments = _arguments()
     configure_logs("WARNING")
     # Only the I/O process handles signals sent to the whole group (Ctrl-C, a supervisor's TERM). It
-    # drains, then hangs up.
+    # drains and then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.deny_inspection:
@@ -138,8 +138,8 @@ def gpus_hidden() -> Iterator[None]:
 def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
     """Imports libraries and loads whatever forks can share, on one thread so that forking is safe.
 
-    Weights are shared on a CPU without a memory budget. ONNX Runtime sessions are not, because they
-    start threads.
+    On a CPU without a memory budget, weights are shared. ONNX Runtime sessions are not shared,
+    because they start threads.
     """
     template.name_process(template.TEMPLATE_NAME)
     template.die_with_parent()
@@ -227,7 +227,7 @@ class ModelServer:
                     self._resident_models.evict(message.models)
                 elif isinstance(message, Cancel):
                     self._overlapped.cancel(message.number)
-                # Anything else is for a batch that is done.
+                # Anything else is meant for a batch that is done.
         return 0
 
     def _run(self, batch: RunBatch) -> None:

@@ -7,12 +7,12 @@ the next request restarts it, and the processes it has forked keep running.
 Between the I/O process and the template, one message is one packet. The I/O process sends a
 ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The
 template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one
-ProcessEnded for each process that exited.
+ProcessEnded for each process that has exited.
 
 The template process loads libraries and weights, and forks model processes on request. It doesn't
-run models, start threads, or initialize CUDA, because none of these survive a fork. If a library
-does so anyway, the forked process re-executes its program. This is as slow as running without a
-template, and just as safe.
+run models, start threads, or initialize CUDA, because none of those would survive a fork. If a
+library does so anyway, the forked process re-executes its program instead. This is as slow as
+running without a template, and just as safe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class ForkRequest(msgspec.Struct, tag="fork"):
-    """Fork a model process for `device`. `number` counts this template's forks."""
+    """Fork a model process for `device`. `number` counts the forks made by this template."""
 
     number: int
     device: str
@@ -75,7 +75,7 @@ class ForkResult(msgspec.Struct, tag="forked"):
 
 
 class ProcessEnded(msgspec.Struct, tag="ended"):
-    """Process `pid` has exited. `status` is the same as in subprocess."""
+    """Process `pid` has exited. `status` has the same meaning as in subprocess."""
 
     pid: int
     status: int
@@ -304,7 +304,7 @@ class _TemplateProcess:
         future = self._forking.pop(forked.number, None)
         if (
             future is None or future.done()
-        ):  # the caller no longer exists; the process exits because its socket is closed
+        ):  # the caller is gone; the process exits because its socket is closed
             os.close(pidfd)
             return
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)
@@ -376,7 +376,7 @@ class ForkServer:
         Returns in each forked process, and returns None in the template.
         """
         gc.collect()
-        gc.freeze()  # garbage collection would write to all objects and thus copy the shared pages
+        gc.freeze()  # garbage collection would write to every object and thus copy the shared pages
         with contextlib.suppress(ConnectionError):
             send(self._control, loaded)
             return self._serve(is_alone=not loaded.other_threads)
@@ -451,7 +451,7 @@ def name_process(name: str) -> None:
 def die_with_parent() -> None:
     """Makes the system kill this process when its parent dies.
 
-    Forked processes are not affected. Linux only.
+    Forked processes don't inherit this. Linux only.
     """
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 

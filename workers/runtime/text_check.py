@@ -1,4 +1,4 @@
-"""`penstock models check NAME` for a text model: how much memory it takes, and how much text fits.
+"""`penstock models check NAME` for a text model: how much memory it uses, and how much text fits.
 
 Starts the model the way a worker does, with one model process and all cores. The size of a token's
 keys and values is derived from the layers in the model's configuration.
@@ -112,7 +112,7 @@ def _find_element_bytes(precision: str, device: str) -> int:
 
 
 def count_elements_in_config(folder: Path) -> int:
-    """Returns how many key and value elements a token has, from a folder's config.json."""
+    """Returns the number of key and value elements per token, from a folder's config.json."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -123,9 +123,9 @@ def count_elements_in_config(folder: Path) -> int:
 
 
 def count_elements_in_gguf(path: Path) -> int:
-    """Returns how many key and value elements a token has, from a GGUF file's metadata.
+    """Returns the number of key and value elements per token, from a GGUF file's metadata.
 
-    Layers with a sliding window are counted like the others, although llama.cpp stores less for
+    Layers with a sliding window are counted like all others, although llama.cpp stores less for
     them.
     """
     from gguf import GGUFReader

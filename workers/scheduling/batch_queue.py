@@ -7,12 +7,12 @@ more items. Tenants share the model by work, not by items:
 Deficit Round-Robin", IEEE/ACM Transactions on Networking 4(3), 1996). A tenant gains a quantum of
 work per round, in proportion to its weight. As in Linux's fq_codel (RFC 8290, section 4.2), it may
 take items while its deficit is above 0, and pays back any excess in the following rounds. A
-tenant's turn therefore doesn't depend on its next item's length.
+tenant's turn therefore doesn't depend on the length of its next item.
 - **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
 - **Keys**: only items with the same key share a batch. The tenant whose turn it is leads with its
     first item, whose key becomes the batch's key. Other items with that key follow in the order of
-    their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. In this
-    way, a tenant may run ahead of its turn by at most one batch.
+    their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. As a
+    result, a tenant may run ahead of its turn by at most one batch.
 
 Rounds are counted rather than iterated: each tenant has the number of the first round in which it
 may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
@@ -25,14 +25,14 @@ x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys, add on
 for each of the two tenants, for the batches that ran ahead of their turn.
 - When an item arrives for a tenant without debts and all keys are the same, the batches before the
 one with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
-several keys, each such item from another tenant may bring along a batch of its key.
-- A tenant with nothing waiting keeps no deficit. It keeps any excess until its round comes, so it
-    can't get more by sending items one at a time.
+several keys, each such item from another tenant may bring along a whole batch with its key.
+- A tenant with nothing waiting keeps no deficit. It keeps any overdraft until its round comes, so
+    it can't get more by sending items one at a time.
 
-If a batch completes all of a tenant's items, a tenant with more than a batch waiting can lengthen
-it only by `spare` work, or to twice its length.
+If a batch completes all of one tenant's items, a tenant with more than a batch waiting can lengthen
+the batch only by `spare` work, or to twice its length.
 
-`TenantQueue` holds one tenant's waiting items, and the used part of the tenant's share.
+`TenantQueue` holds one tenant's waiting items, and how much of the tenant's share has been used.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ STALE_MAX = 16
 """Maximum number of removed entries that a tenant may keep in addition to its waiting items."""
 
 HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
-"""Deadline, arrival number, item, tenant. It is stale once the item has been taken or filed
-again.
+"""An entry: deadline, arrival number, item, and tenant. An entry is stale once its item has been
+taken or refiled.
 """
 Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
 """Each waiting item's heap entry."""
@@ -59,9 +59,9 @@ Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
 IDLE_MAX = 1024
 """Maximum number of tenants without items whose debts are remembered."""
 Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
-"""A heap of tenants by the round of their next turn, and by their order in that round.
+"""A heap of tenants, ordered by the round of their next turn and then by their order in that round.
 
-A round may be outdated, but it is never later than the tenant's next round.
+A round in the heap may be outdated, but it is never later than the tenant's next round.
 """
 
 
@@ -115,7 +115,7 @@ class TenantQueue(Generic[ItemT]):
         self.work = 0
         """Total work of the waiting items."""
         self.by_key: dict[str, list[HeapEntry[ItemT]]] = {}
-        self._by_deadline: list[HeapEntry[ItemT]] = []  # only while there are several keys
+        self._by_deadline: list[HeapEntry[ItemT]] = []  # only needed while there are several keys
         self._filed = filed
         self._stale = 0
 
@@ -125,7 +125,7 @@ class TenantQueue(Generic[ItemT]):
         return int(self.spent) + 1
 
     def add(self, entry: HeapEntry[ItemT]) -> bool:
-        """Adds an item's entry. Returns whether its key is new here."""
+        """Adds an item's entry. Returns whether the item's key is new here."""
         item = entry[2]
         self.waiting += 1
         self.work += item.length
@@ -239,7 +239,7 @@ class BatchQueue(Generic[ItemT]):
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
-        """Returns the item with the earliest deadline among tenants that may run ahead of turn.
+        """Returns the item with the earliest deadline among tenants allowed to run ahead of turn.
 
         Takes O(tenants).
         """
@@ -269,7 +269,7 @@ class BatchQueue(Generic[ItemT]):
         self._count_removal(self._filed.pop(item))
 
     def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
-        """Removes unwanted items and updates the others."""
+        """Removes unwanted items and refiles the others."""
         for item in list(self._filed):
             if is_wanted(item):
                 self.update(item)
@@ -292,7 +292,8 @@ class BatchQueue(Generic[ItemT]):
         Args:
             at_most: maximum number of items.
             room: maximum work in addition to the first item's. The budget applies as well.
-            spare: how much work may be added after the last item of a completed tenant.
+            spare: how much work may be added after the last item of a tenant whose items are all
+                included.
             is_wanted: unwanted items are removed without charging for them.
             first: the item that leads, in place of the next tenant's first item.
         """
@@ -328,9 +329,10 @@ class BatchQueue(Generic[ItemT]):
             at_most: maximum number of items.
             room: maximum work, or the unit measured by `room_of`.
             key: the running batch's key. None means any key, in which case all items must have the
-                first item's key.
+                same key as the first item.
             is_wanted: unwanted items are removed without charging for them.
-            may_take: a tenant whose next item may not be taken loses its turn but keeps the item.
+            may_take: if it returns False for a tenant's next item, the tenant loses its turn but
+                keeps the item.
             room_of: returns the room an item takes. None means the item's work.
         """
         admitted: list[ItemT] = []
@@ -432,7 +434,7 @@ class BatchQueue(Generic[ItemT]):
     def _queue_of(self, name: str) -> TenantQueue[ItemT]:
         """Returns a queue for tenant `name`, which has no items waiting.
 
-        The tenant is due next round, or once its debt is paid.
+        The tenant's turn comes in the next round, or once its debt is paid.
         """
         self._advance()
         tenant = self._tenants.get(name)
@@ -477,7 +479,7 @@ class BatchQueue(Generic[ItemT]):
             heapify(self._ring)
 
     def _advance(self) -> TenantQueue[ItemT] | None:
-        """Returns the tenant whose turn it is. Its next round is the current one.
+        """Returns the tenant whose turn it is. The tenant's next round becomes the current one.
 
         Forgets earlier tenants with nothing waiting.
         """
@@ -497,7 +499,7 @@ class BatchQueue(Generic[ItemT]):
     def _next_of_key(self, key: str) -> HeapEntry[ItemT] | None:
         """Returns the first item with `key` from the tenant whose turn it is.
 
-        Forgets the key if there is none.
+        Forgets the key if there is no such item.
         """
         ring = self._ring_of_key.get(key, [])
         while ring:

@@ -3,9 +3,9 @@
 The model should never wait for the broker. With a nearby broker, two batches per process are
 enough: one running and one waiting. A finished job's permit becomes available again only after its
 reply and ack have traveled to the broker and the next job has come back. The worker therefore also
-holds the jobs that its model computes in that time, which is its rate times the round trip, like
+holds the jobs that its model can compute in that time, which is its rate times the round trip, like
 the bandwidth-delay product of a network path. The number is limited, because if a worker dies, its
-jobs have to wait until their leases expire and then be computed again.
+jobs must wait until their leases expire and then be computed again.
 """
 
 from __future__ import annotations

@@ -65,17 +65,19 @@ class PulledJob:
     to_pay: dict[str, tuple[int, Owed]] = field(default_factory=dict)
     """Unpaid results that this job pays for, by cache key, each with its item's index."""
     undelivered: frozenset[int] = frozenset()
-    """Indexes of items whose results were not part of the response, once known."""
+    """Indices of items whose results were not part of the response, once known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
-    """Custom classes' output for finished items, by item index."""
+    """Output from custom classes for finished items, by item index."""
     is_over: bool = False
-    """True if the job is being finished, is finished, or was handed back. Its queued items are
+    """True if the job is being finished, is finished, or was handed back. Its queued items are then
     dropped.
     """
     is_canceled: bool = False
-    """True if the caller is gone. This job's running batches stop after their current step."""
+    """True if the caller is gone. Batches that are running for this job stop after their current
+    step.
+    """
     is_late: bool = False
-    """True if the deadline has passed. The job ends as if canceled."""
+    """True if the deadline has passed. The job then ends as if canceled."""
     timer: JobTimer | None = None
     """Set until the job is over."""
     over_since_s: float = 0.0
@@ -85,7 +87,7 @@ class PulledJob:
     is_claimed: bool = False
     """True if this worker's claim is in the job's record."""
     is_alone: bool = False
-    """True if, according to the record, the worker is running nothing else."""
+    """True if, according to the record, the worker is running nothing but this job."""
     is_released: bool = False
     """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
@@ -119,11 +121,12 @@ class PulledJob:
         """True if more workers died while holding the job than are tolerated.
 
         When a node is lost, all of its jobs are redelivered, which amounts to a second of work or
-        more. Run one by one, each job would take as long as a batch.
+        more. If run one by one, each of those jobs would take as long as a batch.
 
-        A generation tolerates more, because it takes a long time, a caller is waiting, it continues
-        from its last token, and generations run one by one take many times as long. A generation
-        that crashes kills only its model process, and those deaths are counted separately.
+        A generation tolerates more crashes, because it takes a long time, a caller is waiting, it
+        continues from its last token, and generations that run one by one take many times as long.
+        A generation that crashes kills only its model process, and those deaths are counted
+        separately.
         """
         if self.unfinished_claims <= TOLERATED_CRASHES:  # as is nearly always the case
             return False
@@ -155,7 +158,7 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the API checked the cache so recently that checking again is pointless.
+        """True if the API checked the cache so recently that there is no point in checking again.
 
         A job takes one broker round trip to get here: half from the API and half to the worker.
         """
@@ -233,11 +236,11 @@ class Computed:
     traces: Sequence[TraceContext] = ()
     """Traces of the batch's jobs whose spans are kept."""
     computed_work: int | None = None
-    """The item's work, including its share of the padding. None if nothing was padded."""
+    """The item's work, including its share of the padding. None if there was no padding."""
     logs: PrintedLogs | None = None
     """The model process's output, if the item was computed on its own."""
     call: Call | None = None
-    """The call that computed the item. None if all calls in its batch did."""
+    """The call that computed the item. None if every call in its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +262,7 @@ class QueuedItem:
     queued_at_s: float
     waiters: list[tuple[PulledJob, Item]]
     computed: Computed | None = None
-    """Set once the model ran."""
+    """Set once the model has run."""
     is_cached: bool = False
     """True if the result goes into the cache."""
     payer: tuple[PulledJob, int] | None = None
@@ -267,9 +270,9 @@ class QueuedItem:
     deaths: int = 0
     """Number of model processes that died while computing the item."""
     deaths_alone: int = 0
-    """How many of these processes were computing nothing else."""
+    """How many of those processes were computing nothing else."""
     written: list[Chunk] = field(default_factory=list)
-    """A generation's output so far, if it is being streamed or was preempted."""
+    """A generation's output so far, if it is being streamed or has been preempted."""
     has_started: bool = False
     """True if a model process has received the item, so that the queue time limit no longer
     applies.
@@ -286,14 +289,14 @@ class QueuedItem:
 
     @property
     def deadline_s(self) -> float:
-        """When the first waiter gives up if the item has not started by then, in Unix seconds."""
+        """When the first waiter gives up, in Unix seconds, if the item has not started by then."""
         if len(self.waiters) == 1:  # as is nearly always the case
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
 
     @property
     def is_unwanted(self) -> bool:
-        """True if all of its waiters' callers are gone."""
+        """True if the callers of all its waiters are gone."""
         return all(pulled.is_unwanted for pulled, _ in self.waiters)
 
     @property
@@ -308,7 +311,7 @@ class QueuedItem:
 
     @property
     def length(self) -> int:
-        """The part of the batch budget the item takes."""
+        """The part of the batch budget that the item takes up."""
         return self.prepared.length
 
     @property
@@ -319,8 +322,8 @@ class QueuedItem:
     def spent_work(self, steps_saved: int | None = None) -> int:
         """Returns the work done for the item if it finishes without a result.
 
-        A streamed text counts its prompt and its output so far. Anything else counts as estimated
-        by the queue, minus an image's skipped steps.
+        A streamed text counts its prompt and its output so far. Anything else counts as much as the
+        queue estimated, minus an image's skipped steps.
 
         Args:
             steps_saved: denoising steps that were skipped. None if the model has no steps.
@@ -368,7 +371,7 @@ class QueuedItem:
         has_miss = False
         for number, (pulled, item) in enumerate(self.open_waiters()):
             outcome = self._outcome(pulled, item, "joined" if has_miss else "miss")
-            if outcome.result is None:  # only the first waiter causes work
+            if outcome.result is None:  # only the first waiter causes any work
                 saved = outcome.receipt.steps_saved
                 outcome.receipt.spent_work = 0 if number else self.spent_work(saved)
             if not has_miss and outcome.result is not None:
@@ -379,7 +382,7 @@ class QueuedItem:
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
         """Returns the outcome for a waiter that was coalesced after `computed` was set.
 
-        It pays if the first waiter turned out to be canceled or late.
+        This waiter pays if the first waiter turned out to be canceled or late.
         """
         if self.payer is not None and not self.payer[0].is_undelivered(self.payer[1]):
             return self._outcome(pulled, item, "joined")
@@ -417,7 +420,7 @@ class QueuedItem:
         return ItemOutcome(item.index, "succeeded", receipt, result, logs=self.computed.logs)
 
     def _be_paid_by(self, pulled: PulledJob, item: Item) -> None:
-        """Charges a job, which also puts the result into the cache."""
+        """Charges a job for the result and has it put the result into the cache."""
         self.payer = pulled, item.index
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index

@@ -3,17 +3,17 @@
 Uses no clock and does no I/O.
 
 - Interactive items go first. Items with `batch` priority fill the room left in an interactive
-    batch, with at most FILL_S of work, so they hardly make it longer. They get a separate batch in
+    batch, with at most FILL_S of work, so they hardly lengthen it. They get a separate batch in
     three cases: no interactive item is waiting, they are owed BATCH_SHARE of the work, or a
-    deadline would otherwise pass. The last case takes at most one batch in URGENT_TURN.
+    deadline would otherwise pass. The last case accounts for at most one batch in URGENT_TURN.
 - A `batch` priority batch has at most TURN_S of work while interactive items are waiting or have
 recently arrived. A process can't be interrupted, so this limits how long an interactive item waits.
 - A suspect is an item whose model process or worker died. The suspects from one death are retried
-    in halves until the lethal item is isolated. One group runs at a time, so the other processes
-    stay up for other items. Groups and other items take turns.
-- An item is given up on after DEATHS_MAX deaths, provided it was on its own for DEATHS_ALONE_MAX of
-    them. A death with another cause (a manual kill, too little memory) costs other items only time,
-    even in the middle of a retry.
+    in halves until the lethal item is isolated. Only one group runs at a time, so the other
+    processes stay up for other items. Groups alternate with other items.
+- An item is given up on after DEATHS_MAX deaths, provided it was running on its own for
+    DEATHS_ALONE_MAX of them. A death from another cause (a manual kill, too little memory) costs
+    other items only time, even in the middle of a retry.
 - With continuous batching, the same order applies to the items admitted next.
 - If a model's items can't be interrupted, no single tenant may hold all of a worker's slots
     (workers/scheduling/tenant_shares.py). That tenant's items wait while others go first.
@@ -27,9 +27,9 @@ seconds from the same clock; durations are in seconds.
 Preemption interrupts running texts and images for another tenant. These normally stay in their
 process until they finish, which can take minutes. A tenant that took all slots while they were free
 would block the other tenants until then. A text later resumes from its existing tokens. An image
-waits in its process and continues with its next step. The comparison uses the room tenants occupy
-in the process, relative to their weights. The slot's owner keeps at least as much as the newcomer
-gets, so slots never go back and forth.
+waits in its process and later continues with its next step. The comparison uses the room tenants
+occupy in the process, relative to their weights. The slot's owner keeps at least as much as the
+newcomer gets, so slots never go back and forth.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from workers.scheduling.job import QueuedItem
 from workers.scheduling.tenant_shares import TenantShares
 
 FADE = 0.9
-"""Each batch multiplies the weight of earlier ones by this factor."""
+"""Each batch multiplies the weights of earlier ones by this factor."""
 MIN_SLOPE = 0.25
-"""The marginal time per unit of work is at least this share of the average.
+"""The marginal time per unit of work is assumed to be at least this share of the average.
 
-While it can't be distinguished from noise, batches therefore grow by small factors.
+As long as it can't be distinguished from noise, batches therefore grow only by small factors.
 """
 
 FILL_S = 0.005
 """The extra time that a batch may take for `batch` items added to interactive ones.
 
-On a GPU, that is otherwise unused room in a batch of short items. On a CPU, it is about one text.
+On a GPU, this is otherwise unused room in a batch of short items. On a CPU, it is about one text.
 """
 TURN_S = 0.02
 """Maximum length of a `batch` priority batch during interactive traffic, unless it is a single
@@ -65,7 +65,7 @@ item.
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""How long traffic is considered interactive after an interactive item."""
+"""How long traffic is considered interactive after the last interactive item."""
 BATCH_SHARE = 1 / 16
 """Share of the work that `batch` priority gets while interactive items are always waiting.
 
@@ -75,15 +75,15 @@ waits for at most one additional short batch.
 URGENT_TURN = 4
 """While interactive items are waiting, at most one batch in this many runs for a batch deadline.
 
-Admission relies on the remaining time (api/dispatch/admission.py, INTERACTIVE_SHARE).
+Admission control relies on the remaining time (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 DEATHS_MAX = 3
-"""Number of model process deaths after which an item can be given up."""
+"""Number of model process deaths after which an item can be given up on."""
 DEATHS_ALONE_MAX = 2
 """How many of those deaths must have happened while the item was on its own."""
 BUDGET_GROWTH = 1.1
-"""Growth factor of a budget with each batch that fits in memory."""
+"""Growth factor of a budget for each batch that fits in memory."""
 BESIDE_OVERSIZED = 1 / 4
 """Share of the budget for items admitted alongside one that exceeds the whole budget."""
 BATCH_SLOTS_SHARE = 1 / 4
@@ -122,13 +122,13 @@ def to_preempt(
 
     Args:
         inside: the items that have a slot, in order of arrival.
-        part_of: returns an item's share of the process.
+        part_of: returns the part of the process that an item uses.
         fits: returns True if `first` fits alongside these items.
 
     Returns:
         The most recent items of the tenants occupying the most room, because recent items are the
-        cheapest to reread. Empty if `first` fits, if no tenant has too much, or if the excess is
-        not enough.
+        cheapest to reread. Empty if `first` fits, if no tenant uses too much, or if preempting the
+        excess would not be enough.
     """
     remaining, chosen = list(inside), list[ItemT]()
     while not fits(remaining):
@@ -172,7 +172,7 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """Returns how long a batch with `work` takes, or 0 if no batch has been observed."""
+        """Returns how long a batch with `work` takes, or 0 if no batch has been observed yet."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
@@ -183,9 +183,9 @@ class BatchTime:
         return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
 
     def more_work_in(self, seconds: float) -> float:
-        """Returns how much work adds `seconds` to a batch.
+        """Returns how much additional work lengthens a batch by `seconds`.
 
-        Infinite if no batch has been observed.
+        Infinite if no batch has been observed yet.
         """
         return seconds / self._slope if self._slope else inf
 
@@ -230,20 +230,20 @@ class BatchPriorityPolicy:
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
-        """Returns the work that a `batch` priority batch may now have beyond its first item."""
+        """Returns how much work a `batch` priority batch may now have beyond its first item."""
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
         """Returns whether `batch` priority is owed a separate batch.
 
         Args:
-            first: work of the first waiting item. A turn has at least one.
+            first: work of the first waiting item. A turn always has at least one item.
             budget: work of a full batch.
         """
         return self._owed >= max(first, min(budget, self._time.work_in(TURN_S)))
 
     def is_urgent(self, now_s: float, earliest_s: float, budget: int) -> bool:
-        """Returns whether a deadline would pass during a full batch and then one with its item.
+        """Returns whether a deadline would pass during a full batch followed by one with its item.
 
         Args:
             earliest_s: the earliest deadline among waiting items with `batch` priority.
@@ -309,7 +309,7 @@ class PriorityQueue:
 
     @property
     def has_full_batch(self) -> bool:
-        """True if the next batch is full, so there is nothing to gain by taking it later.
+        """True if the next batch is full, so there is nothing to gain by waiting to take it.
 
         Always False while there are suspects, because they run by themselves.
         """
@@ -386,7 +386,7 @@ class PriorityQueue:
         waiting.
 
         Args:
-            inside: the items it is computing. If empty, this is a new batch.
+            inside: the items that the process is computing. If empty, this is a new batch.
             is_wanted: returns True if a caller is waiting for an item.
         """
         admitted: list[QueuedItem] = []
@@ -432,7 +432,7 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Admits interactive items first.
 
-        `batch` priority gets what `BatchPriorityPolicy` leaves for it.
+        `batch` priority gets whatever `BatchPriorityPolicy` leaves for it.
         """
         queue, members = self._interactive, list(inside)
         may_take = self._slot_limit(processes * queue.max_items, now_s)
@@ -496,7 +496,7 @@ class PriorityQueue:
         )
 
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
-        """Returns the room taken by the items in the process.
+        """Returns the room taken up by the items in the process.
 
         An item that exceeds the whole budget leaves part of it free, so that small items don't wait
         for a large one that takes minutes.
@@ -560,7 +560,7 @@ class PriorityQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds `batch` priority items to an interactive batch, if that costs almost nothing."""
+        """Adds `batch` priority items to an interactive batch if doing so costs almost nothing."""
         if not batch:
             return
         interactive = _work(batch)
@@ -617,7 +617,7 @@ class PriorityQueue:
         self._policy.observe_batch(_work(batch), seconds)
 
     def adjust_budget(self, *, was_short: bool) -> None:
-        """Halves the budget if the last batch ran short of memory; otherwise lets it grow."""
+        """Halves the budget if the last batch ran out of memory; otherwise, lets it grow."""
         for queue in self._queues:
             target = queue.budget // 2 if was_short else int(queue.budget * BUDGET_GROWTH) + 1
             queue.budget = max(1, min(self._full_budget, target))

@@ -1,16 +1,16 @@
 """Keeps one tenant from taking all of a worker's slots, if the model's items can't be interrupted.
 
 A custom class without `predict_batch` computes an item from start to finish, which may take
-minutes. If one tenant had all slots in all processes, others would have to wait for one of its
+minutes. If one tenant had every slot in every process, others would have to wait for one of its
 items to finish. Therefore, while other tenants are using the model, a tenant whose items take a
 long time doesn't get the last free slot.
 
 - A tenant whose items in the last hour have all been short (SHORT_S) may take all slots, because
-  others wait no longer than that. So may a tenant that is the only one using the model (OTHERS_S),
-  so that no capacity stays idle. A tenant that has not completed any items yet counts as having
-  long items.
-- Started work is never interrupted. A tenant's first item after a quiet period, or while another
-    tenant's items are getting longer, may therefore have to wait for one running item.
+  others have to wait no longer than that. So may a tenant that is the only one using the model
+  (OTHERS_S), so that no capacity stays idle. A tenant that has not completed any items yet counts
+  as having long items.
+- Work that has started is never interrupted. A tenant's first item after a quiet period, or while
+    another tenant's items are getting longer, may therefore have to wait for one running item.
 
 Uses no clock and does no I/O. Times are seconds from any single clock.
 """
@@ -59,7 +59,7 @@ class TenantShares:
             tenant: the tenant whose item has finished.
             took_s: how long the item held its slot.
             is_computed: True if the item ran to completion. A canceled item doesn't predict how
-                long the next one takes, unless it already took a long time.
+                long the next one will take, unless it already took a long time.
         """
         self.record_arrival(tenant, now_s)
         if not is_computed and took_s <= SHORT_S:

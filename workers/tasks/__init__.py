@@ -1,4 +1,7 @@
-"""The tasks that a worker performs. Each module is named after its task in shared.models.tasks."""
+"""The tasks that a worker performs.
+
+Each module is named after the corresponding task in shared.models.tasks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task's worker side: how its items are prepared and computed."""
+"""The worker's side of a task: how its items are prepared and computed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workers.models.client import StartClient
 class Resources:
     """The resources a model runs on.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies on a CPU. `memory_fraction` is
-    the fraction of a GPU's memory that the process may use. `backend` computes embeddings. None
-    means torch in the entry's precision.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies only on a CPU.
+    `memory_fraction` is the fraction of a GPU's memory that the process may use. `backend` computes
+    embeddings. None means torch in the entry's precision.
     """
 
     device: str
@@ -36,7 +36,7 @@ class WorkerTask(ABC):
     """The module in workers/optimize that creates the variants with its function `make_variants`.
     """
     variants: ClassVar[tuple[str, ...]]
-    """Names of the variants `penstock optimize` can create, in the order in which it tries them."""
+    """Names of the variants that `penstock optimize` can create, in the order it tries them."""
     variant_prefix: ClassVar[str]
     """The prefix of a variant's name in its manifest."""
 
@@ -91,7 +91,8 @@ class WorkerTask(ABC):
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
         """Returns a function that compares two results, if only the model has the code to do so.
 
-        None, the default: the API compares them (api/dispatch/closeness.py), or nothing does.
+        None, the default, means that the API compares them (api/dispatch/closeness.py) or that
+        nothing does.
         """
         return None
 
@@ -116,7 +117,7 @@ class WorkerTask(ABC):
     def open_gguf(self, entry: Model) -> OpenGguf | None:
         """Returns a function that creates a model folder from a GGUF file.
 
-        None, the default: a function for torch.
+        None, the default, means a function for torch.
         """
         return None
 

@@ -21,7 +21,7 @@ class CustomWorker(WorkerTask):
     variant_prefix = "custom"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """Returns nothing, because a class is used as is."""
+        """Returns nothing, because a class is used as it is."""
         return ()
 
     def has_own_process(self, entry: Model) -> bool:
@@ -36,13 +36,13 @@ class CustomWorker(WorkerTask):
         return interface_of(entry).weighs
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """Creates the environment with the class's packages, if it has any."""
+        """Creates an environment for the class's packages, if it has any."""
         from workers.models.custom.environments import python_for
 
         python_for(folder)
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """Computes the work of inputs, and decides which may share a batch."""
+        """Computes the work of inputs, and decides which inputs may share a batch."""
         from workers.models.custom.aside import AsideClass
         from workers.models.custom.preparation import CustomPreparer
 

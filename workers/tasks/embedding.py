@@ -73,8 +73,7 @@ def encoder_model(entry: Model, folder: Path, resources: Resources) -> Embedding
     """
     from workers.models.embedding.model import EmbeddingModel
 
-    # Read first, so that an invalid folder is rejected without first spending seconds importing
-    # torch.
+    # Read first, so that an invalid folder is rejected before spending seconds on importing torch.
     settings = read_sentence_folder(folder)
     backend = resources.backend or choose_unmeasured_backend(entry)
     encoder = _encoder(settings, backend, resources)

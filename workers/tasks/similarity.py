@@ -13,7 +13,7 @@ from workers.tasks.embedding import EmbeddingWorker, check_window, encoder_model
 class SimilarityWorker(EmbeddingWorker):
     """Encoders are measured and optimized like embedding models.
 
-    Cross-encoders run in torch as is. Only their layout and batch size are measured.
+    Cross-encoders run in torch unchanged. Only their layout and batch size are measured.
     """
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:

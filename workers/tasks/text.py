@@ -41,7 +41,7 @@ class GenerationWorker(WorkerTask):
         return partial(EngineClient.start, entry, folder, hardware, timeout_s)
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
-        """Returns a function for llama.cpp only, which reads the file itself."""
+        """Returns a function only for llama.cpp, which reads the file itself."""
         from workers.models.generation.gguf import open_for_engine
 
         return open_for_engine if entry.engine == "llama.cpp" else None

@@ -1,6 +1,7 @@
 """Set before gRPC is imported: a process started during a call must not start gRPC's threads.
 
-The threads might keep it from executing its program (https://github.com/grpc/grpc/issues/43055).
+Those threads might keep the new process from executing its program
+(https://github.com/grpc/grpc/issues/43055).
 """
 
 import os

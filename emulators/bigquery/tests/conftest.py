@@ -19,14 +19,14 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers are on this machine, where a proxy from the environment could not reach them.
+# The servers run on this machine, where a proxy from the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Returns a bytes parameter's length as its id. None leaves other values to pytest.
 
-    Two processes collect the tests and must get the same names.
+    Two processes collect the tests and must come up with the same names.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -45,7 +45,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server shared by all tests, so each uses its own project or dataset."""
+    """URL of a server shared by all tests, so each test uses its own project or dataset."""
     port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
     data_dir = str(folder / "data")
     command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]

@@ -1,6 +1,6 @@
 """`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs a server whose disk is sometimes full.
 
-The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it can mount a
 small disk.
 """
 
@@ -39,7 +39,7 @@ class Ledger:
 
 
 class Disk:
-    """An in-memory disk. A full disk gets space by growing."""
+    """An in-memory disk. A full disk is given space by growing it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._mib = folder, DISK_MIB
@@ -55,7 +55,7 @@ class Disk:
 
 
 def insert(url: str, first: int, size: int, ledger: Ledger, is_enough: threading.Event) -> None:
-    """Inserts rows until the server is gone. With a large `size`, some are rejected first."""
+    """Inserts rows until the server dies. With a large `size`, some are rejected first."""
     before = len(ledger.refused)
     with httpx.Client(timeout=WAIT_LIMIT_S) as http:
         for number in range(first, first + 100_000):
@@ -131,7 +131,7 @@ def main(folder: Path, kills: int) -> str:
         running.wait_ready(lambda: listens(port), START_LIMIT_S)
         create_table(endpoint)
         for kill in range(kills):
-            # The disk is full for every third kill.
+            # The disk is full at every third kill.
             is_full = kill % 3 == 2
             kill_while_inserting(
                 running, url, kill, LARGE_BYTES if is_full else SMALL_BYTES, ledger

@@ -58,7 +58,7 @@ OF_BIGQUERY: list[tuple[str, Any]] = [
     ("CONTAINS_SUBSTR(CAST([] AS ARRAY<STRING>), 'c')", False),
     ("SAFE.CONTAINS_SUBSTR('a', 'a')", True),
 ]
-"""Functions that the analyzer, and therefore the evaluator, lacks."""
+"""Functions missing from the analyzer, and therefore from the evaluator."""
 CASTS: list[tuple[str, Any]] = [
     ("CAST(2.5 AS INT64)", 3),
     ("CAST(-2.5 AS INT64)", -3),

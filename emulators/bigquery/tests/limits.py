@@ -1,7 +1,7 @@
-"""How long tests wait for expected events, and how often they repeat random ones.
+"""How long tests wait for expected events, and how often they repeat randomized ones.
 
-A limit only ends a test that hangs; no test outcome depends on it. Each is at least ten times the
-time needed on an idle machine with two cores. EMULATOR_TEST_PATIENCE=3 multiplies the limits for a
+A limit only ends a hung test; no test outcome depends on it. Each is at least ten times the time
+needed on an idle machine with two cores. EMULATOR_TEST_PATIENCE=3 multiplies the limits for a
 slower machine.
 """
 
@@ -17,4 +17,4 @@ START_LIMIT_S = 240.0 * PATIENCE
 """How long to wait for a server process to become ready or exit."""
 
 KILLS = int(os.environ.get("EMULATOR_TEST_KILLS", "4"))
-"""Number of kills after each kind of confirmation. Each requires a server start."""
+"""Number of kills after each kind of confirmation. Each requires starting the server."""

@@ -329,7 +329,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass
 class Found:
-    """A run's results: responses by status, and every invalid response."""
+    """A run's results: response counts by status, and every invalid response."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

@@ -14,14 +14,14 @@ from typing import Self
 POLL_S = 0.02
 STOP_LIMIT_S = 30.0
 FREE_PORTS = (15_000, 32_000)
-"""Below the kernel's ephemeral ports, which another process might take before our caller does."""
+"""Below the kernel's ephemeral ports, which another process might grab before our caller does."""
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
 
 
 class Process:
-    """A running program. Entering the context starts it; leaving the context stops it.
+    """A running program. Entering the context starts the server; leaving it stops the server.
 
     Args:
         name: name of its log file, without `.log`.
@@ -109,8 +109,8 @@ def free_port() -> int:
     """Returns a free TCP port on 127.0.0.1, reserved while this process runs."""
     for _ in range(PORT_TRIES):
         port = _random.randrange(*FREE_PORTS)
-        # The UDP port with the same number serves as the reservation. It lasts until this process
-        # ends.
+        # Binding the UDP port with the same number serves as the reservation. It lasts until this
+        # process ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))

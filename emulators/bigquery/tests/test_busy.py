@@ -1,4 +1,4 @@
-"""Long queries and concurrent requests: checks the order of events, not durations."""
+"""Long queries alongside other requests: checks the order of events, not durations."""
 
 import sys
 import threading
@@ -46,7 +46,7 @@ def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) -> None:
     _make_table(client)
-    # One more than the number of threads, so the last one waits.
+    # One more than the number of threads, so the last query has to wait.
     running = [client.query(LONG) for _ in range(MAX_QUERIES + 1)]
     try:
         # A job whose byte count is known is reading rows, or waiting for a thread to do so.
@@ -58,7 +58,7 @@ def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) 
         assert [item.table_id for item in client.list_tables("d", timeout=WAIT_LIMIT_S)] == ["t"]
         assert not any(job.done() for job in running)
     finally:
-        # The waiting job comes first: canceling it must not require a thread.
+        # The waiting job is canceled first, because canceling it must not require a thread.
         for job in reversed(running):
             job.cancel()
     for job in reversed(running):
@@ -194,7 +194,7 @@ def _wait_until_running(client: bigquery.Client, job: bigquery.QueryJob) -> None
 def _wait_until(holds: Callable[[], bool]) -> None:
     """Returns once the condition holds.
 
-    Pauses between checks, because checking needs the cores too.
+    Pauses between checks, because the checks also use CPU time.
     """
     deadline_s = time.monotonic() + WAIT_LIMIT_S
     while not holds():

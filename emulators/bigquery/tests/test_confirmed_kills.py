@@ -65,7 +65,7 @@ def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
 
 
 def fresh(kill: int) -> range:
-    """Returns numbers that no earlier kill used."""
+    """Returns numbers that no earlier kill has used."""
     return range(1 + kill * ROWS, 1 + (kill + 1) * ROWS)
 
 

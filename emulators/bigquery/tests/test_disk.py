@@ -1,4 +1,4 @@
-"""A disk that is full for a while: writes are rejected, none is lost, and the server recovers."""
+"""The disk fills up for a while: writes are rejected, no data is lost, the server recovers."""
 
 import json
 import random
@@ -24,7 +24,7 @@ LIMIT_BYTES = 20 * MIB
 
 
 def insert(endpoint: str, number: int) -> int:
-    """Inserts an incompressible row of 1 MiB. Returns the status."""
+    """Inserts an incompressible 1 MiB row. Returns the status."""
     text = random.Random(number).randbytes(MIB // 2).hex()
     body = f'{{"rows": [{{"insertId": "{number}", "json": {{"id": {number}, "text": "{text}"}}}}]}}'
     path = "/bigquery/v2/projects/p/datasets/d/tables/t/insertAll"
@@ -57,8 +57,7 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-        # Rejected rows must not exist, because a client that resends them would then have them
-        # twice.
+        # Rejected rows must not exist, because a client that resends them would duplicate them.
         assert stored == {number for number, status in answered.items() if status == 200} | {100}
 
 
@@ -97,7 +96,7 @@ def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path:
     probe = [*unshare, "mount", "-t", "tmpfs", "tmpfs", str(disk)]
     if not shutil.which("unshare") or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("this machine lets no test mount a disk of its own")
-    # The disk is full for the third kill.
+    # The disk is full at the third kill.
     story = "tests.full_disk_kills"
     command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
     # Four starts, each with its own time limit.

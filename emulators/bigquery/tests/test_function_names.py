@@ -30,7 +30,7 @@ def test_a_function_of_bigquery_is_known_or_refused_by_its_name(
     if isinstance(error, UnsupportedError):
         assert error.message == f"Function {name}: not supported by the embedded BigQuery"
     elif error is not None:
-        # The function is known, but its arguments or its position are wrong.
+        # The function is recognized, but its arguments or position are wrong.
         assert "not found" not in error.message.lower()
 
 

@@ -1,4 +1,4 @@
-"""INFORMATION_SCHEMA as queried by dbt, Looker and people."""
+"""INFORMATION_SCHEMA queries from dbt, Looker and people."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, GoogleAPICallError, MethodNotImplemented

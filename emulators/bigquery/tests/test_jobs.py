@@ -1,4 +1,4 @@
-"""How many jobs a server runs and remembers, and jobs that fail unexpectedly."""
+"""How many jobs a server runs and keeps in memory, and jobs that fail unexpectedly."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -16,7 +16,7 @@ START_LIMIT_S = 60.0
 
 
 def insert(url: str, first: int, answered: set[int], is_enough: threading.Event) -> None:
-    """Inserts rows until the server is gone."""
+    """Inserts rows until the server dies."""
     with httpx.Client(timeout=START_LIMIT_S) as http:
         for number in range(first, first + 100_000):
             rows = {"rows": [{"insertId": str(number), "json": {"id": number}}]}

@@ -1,4 +1,4 @@
-"""A short version of the long run with malformed requests (malformed.py)."""
+"""A short version of the long malformed-request run (malformed.py)."""
 
 import http.client
 

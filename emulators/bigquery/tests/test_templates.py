@@ -1,4 +1,4 @@
-"""Statements that differ only in literals: analyzed once, and translated as if separately."""
+"""Statements that differ only in literals: analyzed once, but translated as if separately."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ APART_CONDITIONS = [
 ]
 APART = [
     *map(selects, APART_CONDITIONS),
-    # Expressions that the analyzer treats as one.
+    # Expressions that the analyzer treats as the same.
     ("SELECT id + 1 FROM people GROUP BY id + 1", "SELECT id + 1 FROM people GROUP BY id + 2"),
     ("SELECT id = 1 FROM people GROUP BY id = 1", "SELECT id = 1 FROM people GROUP BY id = 2"),
     (
@@ -200,7 +200,10 @@ def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: P
 
 
 def varied(sql: str, draw: random.Random) -> str:
-    """Returns the statement with different numbers and strings. Equal literals mostly stay so."""
+    """Returns the statement with different numbers and strings.
+
+    Literals that were equal mostly stay equal.
+    """
     text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
     for place, own_literal in zip(text.equals, text.literals, strict=True):

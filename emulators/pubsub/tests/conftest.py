@@ -17,20 +17,20 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers are on this machine, where a proxy from the environment could not reach them.
+# The servers run on this machine, where a proxy from the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Returns a bytes parameter's length as its id. None leaves other values to pytest.
 
-    Two processes collect the tests and must get the same names.
+    Two processes collect the tests and must come up with the same names.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Makes all async tests run in one event loop, by anyio's `_one_event_loop` fixture."""
+    """Makes all async tests run in one event loop, using anyio's `_one_event_loop` fixture."""
     for item in items:
         if isinstance(item, pytest.Function) and "anyio_backend" in item.fixturenames:
             item.fixturenames.insert(0, "_one_event_loop")
@@ -45,8 +45,8 @@ def anyio_backend() -> str:
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests in a process.
 
-    gRPC's poller serves all of a process's loops: a closed loop's pending work would fail the next
-    test with "Event loop is closed".
+    gRPC's poller serves all of a process's loops, so a closed loop's pending work would fail the
+    next test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 

@@ -9,7 +9,7 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Endpoint:
-    """Each POST uses up one of `answers`; the last one repeats forever.
+    """Each POST consumes one of `answers`; the last one repeats forever.
 
     `next_post` waits with a time limit.
     """

@@ -1,6 +1,6 @@
 """`python -m tests.full_disk FOLDER`: runs a server on a separate disk that fills up.
 
-The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it can mount a
 small disk.
 """
 
@@ -29,14 +29,14 @@ async def main(folder: Path) -> None:
         answered = await fill(wire)
         assert len(answered) > 100, len(answered)
     server.kill()
-    # It starts even on a full disk, with all confirmed messages.
+    # The server starts even on a full disk, with all confirmed messages.
     server.start()
     async with connect(server.endpoint) as wire:
         received: list[Any] = []
         while len(received) < len(answered):
             received += (await wire.pull(SUBSCRIPTION)).received_messages
         assert {delivery.message.message_id for delivery in received} >= set(answered)
-        # Once the backlog is acked, there is space again without further action.
+        # Once the backlog is acked, space is available again without any further action.
         for start in range(0, len(received), 100):
             await wire.ack(SUBSCRIPTION, received[start : start + 100])
         again = await published_at_last(wire)

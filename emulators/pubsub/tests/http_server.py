@@ -1,4 +1,4 @@
-"""A real HTTP server in a thread, for endpoints whose responses the test chooses."""
+"""A real HTTP server in a thread, for endpoints whose responses are chosen by the test."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class QuietHandler(BaseHTTPRequestHandler):
-    """Keeps connections open and writes no log."""
+    """Keeps connections open and doesn't log."""
 
     protocol_version = "HTTP/1.1"
 

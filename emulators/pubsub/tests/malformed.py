@@ -2,7 +2,7 @@
 
 They are generated from all methods' descriptors: wrong names, huge numbers, unusual masks, unknown
 enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server must reject
-each with a reason, stay alive, and free the memory.
+each one with a reason, stay alive, and free the memory.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ class Requests:
 
 
 async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
-    """Sends `count` requests. Returns the number of responses by status.
+    """Sends `count` requests. Returns response counts by status.
 
     Raises:
         AssertionError: a response had a status or a message that no client should get.
@@ -189,7 +189,7 @@ async def _stream(channel: grpc.aio.Channel, requests: list[bytes]) -> str:
     call: Any = channel.stream_stream(path, None, None)(iter(requests), timeout=WAIT_LIMIT_S)
     code, details = await call.code(), str(await call.details())
     if details == "Internal error from Core":
-        # The client's message if the server ended the stream before the client had sent everything.
+        # The client's message if the server ended the stream before the client finished sending.
         return "ended first"
     return _judged(path, b"|".join(requests), code, details)
 
@@ -235,7 +235,7 @@ async def main(folder: Path, count: int, seed: int) -> str:
     server = KeptServer(folder, has_rest=True)
     process = psutil.Process(server.start())
     try:
-        # Measured once the server has seen each kind of request.
+        # Measured once the server has seen every kind of request.
         await run(server, count // 10, seed + 1)
         async with connect(server.endpoint) as wire:
             await clear(wire)

@@ -147,7 +147,7 @@ async def send(endpoint: str, rule: Rule, data: bytes) -> str:
 
 
 def _ends_early(data: bytes) -> bool:
-    """True if the server would wait for more of the body."""
+    """True if the server would keep waiting for more of the body."""
     head, _, body = data.partition(b"\r\n\r\n")
     _, _, length = head.partition(b"\r\nContent-Length: ")
     length = length.partition(b"\r\n")[0]

@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 class TableEndpoint:
-    """An endpoint that keeps the rows it accepted. If `columns` is None, there is no table.
+    """An endpoint that keeps the rows it accepted. If `columns` is None, the table does not exist.
 
     Each entry in `refusals` is the status and reason for one upcoming insertAll.
     """

@@ -2,7 +2,7 @@
 
 The seed determines message sizes and how long after a rejection the kill comes.
 
-The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it can mount a
 small disk.
 """
 
@@ -38,7 +38,7 @@ class Ledger:
     """The server's responses and the messages that consumers received."""
 
     answered: dict[str, int] = field(default_factory=dict)
-    """The number in each message, by message id."""
+    """The number in each message, keyed by message id."""
     received: dict[str, set[str]] = field(default_factory=dict)
     confirmed: set[str] = field(default_factory=set)
     """Messages whose ack was confirmed under exactly-once delivery."""

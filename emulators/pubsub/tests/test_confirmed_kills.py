@@ -1,4 +1,4 @@
-"""SIGKILL right after each confirming response: whatever it confirmed still holds after a restart.
+"""SIGKILL right after each confirming response: whatever was confirmed still holds after a restart.
 
 The kill comes as soon as the response has been read, before the server does anything else.
 """
@@ -23,7 +23,9 @@ MESSAGES = 50
 
 
 Door = Callable[[KeptServer, Wire, list[str]], Awaitable[set[str]]]
-"""Acks ids and returns the ids named in the response. The response confirms all others."""
+"""Acks the given ids and returns the ids named in the response. The response implicitly confirms
+all the others.
+"""
 
 
 async def by_unary_call(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
@@ -45,7 +47,7 @@ async def by_rest(server: KeptServer, _: Wire, ack_ids: list[str]) -> set[str]:
 
 async def by_stream(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
     stream = wire.stream()
-    # Limited to one message, which the stream holds: the messages it acks were pulled earlier.
+    # Limited to one message, which the stream holds; the messages it acks were pulled earlier.
     await stream.open(SUBSCRIPTION, max_outstanding_messages=1)
     await stream.send(ack_ids=ack_ids)
     while not (confirmation := (await stream.receive()).acknowledge_confirmation).ack_ids:
@@ -109,7 +111,7 @@ async def test_what_an_ack_confirmed_does_not_come_again_and_the_rest_does(
         async with connect(server.endpoint) as wire:
             await wire.publish(TOPIC, *(f"{kill}.{number}" for number in range(MESSAGES)))
             received = await pulled(wire)
-            # Nacked so that their ids are no longer valid: none, one, or all but one.
+            # Nacked to invalidate their ids: none, one, or all but one.
             stale = received[: (1, 0, len(received) - 1)[kill % 3]]
             await nack(wire, stale)
             refused = await door(server, wire, [message.ack_id for message in received])

@@ -53,7 +53,7 @@ def test_consumer_that_writes_something_else_is_passed_over(world: World) -> Non
     stuck, idle = world.consumer(), world.consumer()
     world.take(stuck)
     world.take(idle)
-    world.busy(stuck)  # with a ping response, on a connection whose other side is not reading
+    world.busy(stuck)  # with a ping response, on a connection whose peer is not reading
     world.publish("a")
     assert [stuck.wakes, idle.wakes] == [0, 1]
     assert [message.data for message in world.take(idle)] == ["a"]

@@ -23,7 +23,7 @@ TOPIC, SUBSCRIPTION, SECOND = (
     "projects/p/subscriptions/one",
     "projects/p/subscriptions/two",
 )
-# Like the client's own retry, which waits up to a minute between tries.
+# Like the client's own retry, which waits up to a minute between attempts.
 AGAIN = Retry(if_exception_type(ServiceUnavailable), initial=0.1, maximum=0.3, timeout=WAIT_LIMIT_S)
 
 
@@ -83,8 +83,8 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
     answered: set[str] = set()
     with PublisherClient() as publisher:
         for _ in range(2):
-            # Not open while the server is down, because the client takes up to ten seconds to
-            # reopen a stream.
+            # The stream is not open while the server is down, because the client takes up to ten
+            # seconds to reopen one.
             with received_by(SUBSCRIPTION, first.take):
                 futures = [publisher.publish(TOPIC, b"x" * 200, retry=AGAIN) for _ in range(500)]
                 futures[-100].result(timeout=WAIT_LIMIT_S)

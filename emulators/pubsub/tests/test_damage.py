@@ -17,7 +17,7 @@ COMMITS = 50
 
 
 def filled(folder: Path) -> None:
-    """A directory in the state SIGKILL leaves it in: with a log that was not written back."""
+    """A directory as SIGKILL leaves it: with a log that was not written back."""
     live = folder / "live"
     with kept_world(live) as world:
         world.topic()

@@ -158,7 +158,7 @@ async def test_thread_of_commits_does_one_after_another_and_tells_what_failed() 
             await failed
         assert await last == [0, 1, 2]
         assert all(future.done() for future in futures)
-        # Nobody is waiting for this one anymore; it must not block the next.
+        # Nobody is waiting for this commit anymore, so it must not block the next one.
         thread.do(partial(done.append, 3)).cancel()
         assert await thread.do(lambda: list(done)) == [0, 1, 2, 3]
         thread.do(partial(done.append, 4))
@@ -244,7 +244,7 @@ async def test_failed_commit_takes_back_what_is_published_and_nothing_else(tmp_p
 
 
 class FullWithReserve(FullDatabase):
-    """A disk that is full except for the reserve, which is enough for acks."""
+    """A disk that is full except for the reserve, which is just enough for acks."""
 
     is_out_of_room = False
 
@@ -270,7 +270,8 @@ async def test_acks_that_are_confirmed_are_written_into_the_reserve_of_a_full_di
             await world.journal.committed()
             pulled = world.pull()
             database.is_full = database.is_out_of_room = True
-            # The first finds the disk full; the others arrive while there is no room for a reserve.
+            # The first commit finds the disk full; the others arrive while there is no room for a
+            # reserve.
             for ack in pulled[:3]:
                 world.ack([ack])
                 await world.journal.acks_committed()

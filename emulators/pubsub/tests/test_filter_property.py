@@ -18,7 +18,7 @@ attribute_maps = st.dictionaries(st.sampled_from(KEYS), st.sampled_from(VALUES),
 
 @dataclass(frozen=True)
 class Expression:
-    """A filter as text, and as the set of conditions from which the text was printed."""
+    """A filter as text, and as the set of conditions from which that text was printed."""
 
     text: str
     truth: tuple[object, ...]

@@ -1,4 +1,4 @@
-"""Leases: how long a consumer may hold a message, and the effect of the message's ack id."""
+"""Leases: how long a consumer may hold a message, and what the message's ack id does."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Push to a real HTTP server: both payload forms, responses that ack, and the effects of others."""
+"""Push to a real HTTP server: both payload formats, responses that ack, and what others do."""
 
 import asyncio
 import base64

@@ -13,7 +13,7 @@ def delivery_of(proto: PubsubMessage) -> Delivery:
     return Delivery(7, StoredMessage(proto, dict(proto.attributes), 7, 1.0, storage))
 
 
-# Sizes on both sides of the boundaries between lengths of one, two, three and four bytes.
+# Sizes on both sides of the boundaries between one-, two-, three- and four-byte lengths.
 @pytest.mark.parametrize("size_bytes", [1, 100, 124, 125, 126, 127, 128, 16_379, 16_380, 16_384])
 @pytest.mark.parametrize("delivery_attempt", [0, 1, 127, 128, 2**31 - 1])
 @pytest.mark.parametrize("ack_id", ["a.1.1", "é" * 64, "x" * 20_000])

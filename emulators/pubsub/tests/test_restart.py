@@ -154,7 +154,7 @@ def test_attempts_go_on_and_end_in_a_dead_letter(kept: KeptWorld) -> None:
         kept.restart()
     attempts.append(kept.pull()[0].delivery_attempt)
     assert attempts == [1, 2, 3, 4, 5]
-    # That was its last attempt: it is not delivered again.
+    # That was its last attempt, so it is not delivered again.
     kept.restart()
     kept.advance(0)
     assert kept.pull() == []
@@ -306,7 +306,7 @@ def test_expiration_counts_from_the_last_use(kept: KeptWorld) -> None:
     )
     kept.advance(DAY_S * 1.9)
     kept.restart()
-    # The hour in which it may have been used without being recorded.
+    # The hour during which it may have been used without this being recorded.
     kept.advance(DAY_S * 0.1 + 3599)
     get_path = subscription_path("workers")
     assert get_path in kept.broker.registry.subscriptions

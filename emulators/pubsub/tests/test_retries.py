@@ -1,4 +1,4 @@
-"""Retry policy and dead letters: what happens to a message that fails again and again."""
+"""Retry policy and dead letters: what happens to a message that keeps failing."""
 
 from typing import Any
 

@@ -37,7 +37,7 @@ JSON, BINARY = 1, 2
 
 
 def record(**fields: Any) -> str:
-    """The definition of a record with fields of these types. Some numbers may be missing."""
+    """A record definition with fields of these types. Some numbers may be missing."""
     default = {"int": {"default": 0}}
     listed = [
         {"name": name, "type": kind, **default.get(kind, {})} for name, kind in fields.items()

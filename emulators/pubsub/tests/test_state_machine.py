@@ -111,8 +111,8 @@ class Deliveries(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
         while ends := [end_s for _, end_s in self.lease_ends_s.values() if end_s <= until_s]:
-            # One lease at a time, because when it ends, so do the leases of later messages with its
-            # key.
+            # Only one lease at a time, because when a lease ends, the leases of later messages with
+            # the same key end too.
             first_s = min(ends)
             self.world.advance(first_s - self.world.now_s)
             ended = [lease for lease in self.lease_ends_s.items() if lease[1][1] == first_s]
@@ -221,7 +221,7 @@ class KeptDeliveries(Deliveries):
                 for name, of_key in self.published.items()
                 if of_key == key and name not in self.settled | self.letters()
             ]
-            # Only the oldest message's last attempt may have ended with this restart.
+            # Only the oldest message's last attempt may have ended because of this restart.
             for name in remaining[1:]:
                 if name in self.attempts:
                     self.attempts[name] = min(self.attempts[name], MAX_ATTEMPTS - 1)

@@ -71,7 +71,7 @@ class Wire:
         await self.call("Subscriber", "Acknowledge", request, "Empty")
 
     def stream(self) -> "WireStream":
-        # The type stubs don't cover a stream that is written to rather than given an iterator.
+        # The type stubs don't cover a stream that is written to instead of being given an iterator.
         method: Any = self._channel.stream_stream(
             "/google.pubsub.v1.Subscriber/StreamingPull",
             request_serializer=lambda message: message.SerializeToString(),
@@ -103,7 +103,7 @@ class WireStream:
         return response
 
     async def end(self) -> tuple[grpc.StatusCode, str]:
-        """Return how the stream ends, dropping any responses before that."""
+        """Return how the stream ends, discarding any responses before that."""
         return await self.call.code(), await self.call.details()
 
 

@@ -97,7 +97,7 @@ class World:
         self.broker.registry.subscriptions[subscription_path(subscription_id)].leave(consumer)
 
     def pull(self, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:
-        """Take the ready messages, like a Pull that returns at once."""
+        """Take the ready messages, like a Pull that returns immediately."""
         subscription = self.broker.pullable(subscription_path(subscription_id))
         consumer = Consumer(lambda: None, subscription.settings.ack_deadline_s)
         pulled = self.take(consumer, subscription_id, max_messages)
@@ -143,7 +143,7 @@ class World:
 
 
 class KeptWorld(World):
-    """A world in a directory: after `crash`, it has the flushed state, at the same time of day."""
+    """A world in a directory: after `crash`, it has the flushed state at the same time of day."""
 
     def __init__(self, database: Database) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg in the path.
+"""Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg in the PATH.
 
 Chromium uses a file as its microphone, and its MediaRecorder creates the recordings. Writes
 chromium.webm and chromium.mp4 to this folder.

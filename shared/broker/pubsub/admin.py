@@ -122,7 +122,7 @@ class PubSubAdmin:
         return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
     async def subscriptions(self) -> dict[str, SubscriptionSettings]:
-        """Returns all of the project's current subscriptions by ID.
+        """Returns all of the project's current subscriptions, keyed by ID.
 
         Settings that a subscription does not report get default values.
         """

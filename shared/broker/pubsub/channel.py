@@ -29,7 +29,7 @@ from shared.process.concurrency import add_jitter, backoff
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # These classes are created at run time, so type checkers know only their names.
+    # These classes are created at run time, so type checkers only know their names.
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
@@ -65,16 +65,16 @@ REFUSED_CALLER = frozenset(
 )
 
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
-"""Time limits for one attempt. Even the longer one abandons a dead connection in time."""
+"""Time limits for one attempt. Even the longer limit abandons a dead connection in time."""
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
-"""Less than the 512 KiB allowed for a request with ack IDs:
+"""Less than the 512 KiB limit for a request with ack IDs:
 https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
 REQUESTS_IN_FLIGHT = 4
-"""With only one, acks to a distant broker would wait up to a round trip for earlier acks."""
+"""With only one in flight, acks to a distant broker would wait a round trip for earlier acks."""
 RETRY_S = 10.0
 """How long to retry a batch of acks.
 
@@ -219,7 +219,7 @@ class Method:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
-            end_s: event loop time after which no new attempt starts.
+            end_s: event loop time after which no new attempt is started.
 
         Raises:
             aio.AioRpcError: the error from the last attempt.
@@ -284,8 +284,8 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        # There can be many lingering acks, and later messages wait until the broker has received
-        # those acks.
+        # There can be many lingering acks, and later messages are held up until the broker has
+        # received those acks.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
         self._send_tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -342,7 +342,7 @@ class AckQueue:
 
     async def _send(self) -> None:
         try:
-            # One iteration later, so that acks queued in the same event loop iteration share a
+            # Sent one iteration later, so that acks queued in the same event loop iteration share a
             # request.
             await asyncio.sleep(0)
             while self._acks or self._nacks:

@@ -3,12 +3,12 @@
 The API and the workers use no other client. Messages are published in batches, with one queue per
 topic and ordering key.
 
-It relies on these guarantees. At-least-once delivery: a message is deleted only after its ack, so a
-crash loses nothing, and every consumer must be idempotent. Flow control per stream
+The client relies on these guarantees: At-least-once delivery: a message is deleted only after its
+ack, so a crash loses nothing, and every consumer must be idempotent. Flow control per stream
 (`max_outstanding_*`): the broker sends no more than we can hold, and sends the rest to other
 subscribers. Leases: a message that is neither acked nor extended is redelivered after the ack
-deadline. Order matters only within an ordering key, with one request in flight at a time. Acks are
-best effort: a lost ack causes a second delivery.
+deadline. Order matters only within an ordering key, which has one request in flight at a time. Acks
+are best effort: a lost ack causes a second delivery.
 
 Rejected alternatives:
 - Google's own subscriber: it uses several threads per subscription (five each in 2.44.0), a 10 ms
@@ -65,7 +65,7 @@ QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
 """Maximum requests in flight per topic.
 
-With more requests, fewer messages are coalesced. With fewer, messages wait for up to one round
+With more requests in flight, messages are coalesced less. With fewer, messages wait up to one round
 trip.
 """
 
@@ -192,7 +192,7 @@ class _TopicQueue:
     def put(self, pending: _Pending) -> None:
         self._waiting.append(pending)
         if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
-            # In the next event loop iteration, so that messages from this iteration share a
+            # Sent in the next event loop iteration, so that messages from this iteration share a
             # request.
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -240,8 +240,8 @@ class _TopicQueue:
             self._round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
-                # One bad message fails its whole request. When messages are sent individually, only
-                # the bad one fails.
+                # One bad message makes the whole request fail. When messages are sent individually,
+                # only the bad one fails.
                 for pending in batch:
                     await self._send([pending])
                 return

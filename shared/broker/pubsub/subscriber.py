@@ -50,10 +50,10 @@ STREAMS_PER_CHANNEL = 80
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Until they are acked, messages held on the old streams come on top of that.
+Messages held on the old streams come on top of that until they are acked.
 """
 MIN_GROWTH = 0.25
-"""A new stream is opened for at least this fraction of the number already held."""
+"""A new stream is opened with room for at least this fraction of the number already held."""
 MAX_LEASE_S = 3600.0
 """After this time, a message is considered lost even if its holder is alive, as in Google's own
 clients.
@@ -61,7 +61,7 @@ clients.
 EXTENSION_PART = 0.7
 """Duration of an extension as a fraction of the ack deadline.
 
-The remaining two thirds leave room for event loop and network pauses and another attempt.
+The remaining two thirds leave room for event loop and network pauses, and for another attempt.
 """
 LOOKS_AN_EXTENSION = 12
 
@@ -71,7 +71,7 @@ class Leases:
 
     A message is delivered with a lease of `ack_deadline_s`, for which the service requires at least
     10 s. Extensions may be shorter (API comments on ModifyAckDeadline: 0 to 600 s), so messages
-    that have been held longer come back sooner if their holder dies.
+    that have been held longer are redelivered sooner if their holder dies.
     """
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
@@ -110,7 +110,7 @@ class Leases:
     async def keep(self) -> None:
         """Extends leases until canceled: soon after receipt, then every third of an extension.
 
-        No timer runs while no lease is held, because an API has one subscription per slot.
+        No timer runs while no lease is held, because an API process has one subscription per slot.
         """
         period_s = self._extension_s / LOOKS_AN_EXTENSION
         while True:
@@ -222,8 +222,8 @@ class _PullStream:
         if not self.receiving.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(HALF_CLOSE_S):
-                    # The broker may send as soon as it has the request. Messages on a canceled call
-                    # are redelivered only when their leases expire.
+                    # The broker may start sending as soon as it has the request. Messages on a
+                    # canceled call are redelivered only when their leases expire.
                     await self._opened.wait()
         if self._call is not None:
             await self._half_close(self._call)
@@ -233,7 +233,7 @@ class _PullStream:
 
     async def beat(self) -> None:
         if self._call is not None:
-            # Otherwise the stream has ended, and the receiver opens a new one.
+            # Otherwise, the stream has ended, and the receiver opens a new one.
             with suppress(aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(StreamingPullRequest())
 
@@ -302,9 +302,9 @@ class _PullStream:
 class StreamSubscription:
     """An open subscription. See shared.broker.transport.Subscription.
 
-    A stream's limit can't be changed after it is opened:
-    https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest So
-    streams are added when the limit rises and closed when it falls.
+    A stream's limit can't be changed after it is opened
+    (https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest),
+    so streams are added when the limit rises and closed when it falls.
 
     Args:
         max_messages: maximum number of messages on the first stream. Also limits the number of
@@ -367,7 +367,10 @@ class StreamSubscription:
             held -= self._end_streams(len(self._streams) - 1)
 
     def _end_streams(self, count: int) -> int:
-        """Closes all but the first `count` streams. Returns how many messages they had room for."""
+        """Closes all but the first `count` streams.
+
+        Returns how many messages the closed streams had room for.
+        """
         ended, self._streams = self._streams[count:], self._streams[:count]
         for stream in ended:
             ending = asyncio.create_task(stream.stop())

@@ -1,12 +1,12 @@
 """The RabbitMQ transport: publishes with confirmations and consumes with a prefetch limit.
 
-It relies on these guarantees. A message is confirmed once a quorum of the broker's nodes has it on
-disk, and deleted only after its ack. When a channel closes, the broker redelivers the messages held
-on it. A crash therefore loses nothing, and every consumer must be idempotent. The prefetch limit
-serves as flow control.
+The transport relies on these guarantees: A message is confirmed once a quorum of the broker's nodes
+has it on disk, and deleted only after its ack. When a channel closes, the broker redelivers the
+messages held on it. A crash therefore loses nothing, and every consumer must be idempotent. The
+prefetch limit serves as flow control.
 
-Decision 67 lists rejected alternatives: aio-pika's robust connections, exclusive reply queues, one
-exchange per topic, a queue per pause.
+Decision 67 lists the rejected alternatives: aio-pika's robust connections, exclusive reply queues,
+one exchange per topic, and one queue per pause.
 
 If the connection breaks or no response arrives, a message is republished until the broker confirms
 it.
@@ -47,7 +47,7 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""Number of topics remembered as existing, so that messages without a queue need no query."""
+"""Number of topics known to exist, so that messages without a queue need no query."""
 
 OPEN_S = 5.0
 """How long to wait for a subscription's consumer when opening it.
@@ -97,7 +97,7 @@ class ConfirmedPublisher:
     ) -> str:
         """Sends a message and returns its ID. See shared.broker.transport.Publisher.
 
-        A message that was not confirmed or was rejected by its queue is resent with the same ID.
+        A message that was not confirmed or that its queue rejected is resent with the same ID.
         """
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: the message must not be empty")
@@ -161,7 +161,8 @@ class ConfirmedPublisher:
                             await self._check_topic(topic_id)
                         return
                     except aiormq.DeliveryError:
-                        # The broker also reports this for a queue whose node is temporarily down.
+                        # The broker also reports this error for a queue whose node is temporarily
+                        # down.
                         failure = Overloaded(f"{action}: the queue is full")
                     except TimeoutError:
                         limit_s = longer(limit_s)
@@ -179,7 +180,7 @@ class ConfirmedPublisher:
         properties: spec.Basic.Properties,
         limit_s: float,
     ) -> object:
-        """Returns the confirmation, or returns the message if no queue received it."""
+        """Returns the confirmation, or the message itself if no queue received it."""
         waits = await self._open_channel()
         began_s = asyncio.get_running_loop().time()
         try:
@@ -191,7 +192,8 @@ class ConfirmedPublisher:
                     routing_key=routing_key,
                     properties=properties,
                     mandatory=True,
-                    # The confirmation is awaited, so there is no need to wait for the socket.
+                    # The confirmation is awaited anyway, so there is no need to wait for the
+                    # socket.
                     wait=False,
                 ),
             )
@@ -310,8 +312,8 @@ class RabbitTransport:
 
         Args:
             delays_s: seconds that a returned message waits in the broker without being held: the
-                first value applies after the first attempt, and so on; after that, the last value
-                always applies. The subscription must have been created with these delays (see
+                first value applies after the first attempt, and so on; once the values run out, the
+                last one applies. The subscription must have been created with these delays (see
                 delay_queue).
         """
         queue = queue_name(self.project, subscription_id)

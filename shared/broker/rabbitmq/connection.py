@@ -20,7 +20,8 @@ MAX_PAUSE_S = 2.0
 HEARTBEAT_S = 10
 """The broker and the client drop a connection after two or three of these intervals without data.
 
-A dying process closes its connection immediately. This is for machines and networks that go down.
+A dying process closes its connection immediately. This detection is for machines and networks that
+go down.
 """
 
 BROKEN = (
@@ -34,7 +35,7 @@ BROKEN = (
 """Errors that aiormq raises when a channel or its connection is closed, or when the broker rejects
 a call.
 
-The last one is raised if a connection is lost during its handshake.
+The last error is raised if a connection is lost during its handshake.
 """
 
 

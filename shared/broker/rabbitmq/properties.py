@@ -15,12 +15,12 @@ from shared.errors import BadInput
 ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 128, 1024
 """Pub/Sub's limits, so that both brokers accept the same messages.
 
-AMQP allows 128 bytes for a name, and pamqp silently truncates longer ones. This many attributes fit
-in the single frame allotted to headers.
+AMQP allows 128 bytes for a name, and pamqp silently truncates longer ones. This is how many
+attributes fit in the single frame allotted to headers.
 """
 KEY_LIMIT_BYTES = 255
 _OWN = ("x-", "CC", "BCC")
-"""Headers with these prefixes are used by the broker or by us."""
+"""Headers with these prefixes are used by the broker or by Penstock."""
 _PUBLISHED_US, _ORDERING_KEY, _ATTEMPT = "x-published-us", "x-ordering-key", "x-attempt"
 _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
@@ -39,7 +39,7 @@ def properties_of(
     """Returns a new message's properties.
 
     Args:
-        keys: all routing keys. The first is used for the publish itself.
+        keys: all routing keys. The first attempt is the publish itself.
 
     Raises:
         BadInput: an attribute is too long or has a name reserved by the broker.

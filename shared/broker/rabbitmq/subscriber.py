@@ -1,9 +1,9 @@
 """Receives messages from one queue, and resumes consuming after the channel or connection breaks.
 
-It combines a channel's acks, because the broker loses some acks when many are sent individually. A
-channel passes 32 settlements at a time to a quorum queue's leader. It keeps the others, and drops
+Combines a channel's acks, because the broker loses some acks when many are sent individually. A
+channel passes 32 settlements at a time to a quorum queue's leader. It keeps the rest, and drops
 them when it is closed even though it has already read them, so those messages are redelivered. This
-happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is a single
+happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. Acking all messages up to a given number is a single
 settlement.
 """
 
@@ -35,16 +35,16 @@ from shared.process.concurrency import backoff
 log = logging.getLogger(__name__)
 
 REFUSALS = 4
-"""Attempts before giving up. A new queue may not yet be known to every node of a cluster."""
+"""Attempts before giving up. Some nodes in a cluster may not know about a new queue yet."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Pause before a returned message is redelivered. Same as on Pub/Sub.
 
-RabbitMQ itself redelivers immediately, so the message is held for this long.
+RabbitMQ itself redelivers immediately, so the subscriber holds the message for this long.
 """
 
 MAX_CONSUMERS = 16
 MIN_GROWTH = 0.25
-"""A consumer is added for at least this fraction of the number already held."""
+"""A new consumer's prefetch count is at least this fraction of the number already held."""
 MEASURE_EVERY_S = 10.0
 """The broker does not respond to acks, so the round trip is measured separately."""
 
@@ -62,7 +62,7 @@ class AckRuns:
     def __init__(self) -> None:
         self._all_up_to = 0
         self._apart: set[int] = set()
-        """Settled deliveries above that number."""
+        """Settled deliveries with tags above that number."""
 
     def settle(self, tag: int) -> None:
         """Records that a delivery was settled.
@@ -275,7 +275,7 @@ class QueueSubscription:
                 settled = list(self._settled)
                 await self._send_acks([held for held, is_done in settled if is_done])
                 for held, is_done in settled:
-                    # A closed channel has already returned its messages.
+                    # Closing the channel already returned its messages.
                     with suppress(*BROKEN):
                         if not is_done:
                             await self._send_back(held)
@@ -317,7 +317,7 @@ class QueueSubscription:
         # be redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # This is done only now, because an ack for a run must not include a message whose reject
+        # This must happen last, because an ack for a run must not include a message whose reject
         # has not been written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))

@@ -70,13 +70,13 @@ async def close_channel(channel: Channel) -> None:
 
 
 def longer(limit_s: float) -> float:
-    """Returns the next time limit to use when no response arrived within `limit_s`."""
+    """Returns the time limit to use next if no response arrived within `limit_s`."""
     return min(2 * limit_s, MAX_ANSWER_LIMIT_S)
 
 
 @contextmanager
 def only_own_cancellation() -> Iterator[None]:
-    """Distinguishes our own cancellation from the one that aiormq uses on a silent connection.
+    """Distinguishes our own cancellation from aiormq's cancellation on a silent connection.
 
     Raises:
         aiormq.ChannelInvalidStateError: raised in place of aiormq's cancellation.

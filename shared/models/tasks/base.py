@@ -67,7 +67,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 
 
 class StepInput(NamedTuple):
-    """One flow step item's input."""
+    """The input of one flow step item."""
 
     input: TaskInput
     is_repeatable: bool = True
@@ -107,7 +107,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
     def blob_suffix(self, number: int) -> str:
         """Returns the suffix for a blob's key in the object store, given the blob's number from 0.
 
-        The suffix must not be a path below the first blob's, because in a folder store, a file
+        The suffix must not form a path below the first blob's, because in a folder store, a file
         can't contain files.
         """
         return f".{number}" if number else ""
@@ -130,7 +130,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
         """Returns how many tokens were cut from a request. None if unknown or irrelevant.
 
         Args:
-            is_asked: True if the caller chose a side to cut.
+            is_asked: True if the caller chose which side to cut.
         """
         return (
             sum(getattr(result, "truncated_tokens", 0) for result in results) if is_asked else None
@@ -146,8 +146,8 @@ class FirstGuesses:
     gap_s: float = 0.002
     """Time between two items leaving an API instance under load. Used by admission.
 
-    Too short is better than too long: a late response is noticed and corrects admission, but an
-    unnecessary rejection goes unnoticed.
+    Too short is better than too long, because a late response is noticed and corrects admission,
+    but an unnecessary rejection goes unnoticed.
     """
     batch_s: float = 0.02
     """How long the model takes for an item and the rest of its batch.
@@ -190,8 +190,8 @@ class Task(ABC):
     """
     shares_weights: ClassVar[bool] = False
     """True if a step reads all weights once for all of its items, and spends most of its time doing
-    so. A model with a whole CPU then gets one process with all cores, because several processes
-    would each read the weights.
+    so. In that case, a model that has a whole CPU gets one process with all cores, because several
+    processes would each read the weights.
     """
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,12 +252,12 @@ class Task(ABC):
 
     @abstractmethod
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns a step item's maximum work, whatever its input."""
+        """Returns a step item's maximum work, regardless of its input."""
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
         """Returns whether an item, once started, keeps its slot until it finishes.
 
-        It may take minutes, and can't be interrupted for another tenant.
+        It may take minutes and can't be interrupted for another tenant.
         """
         return False
 

@@ -1,4 +1,7 @@
-"""Custom models, in Cog's interface. A penstock.schema.json describes the inputs and the output."""
+"""Custom models, which use Cog's interface.
+
+A penstock.schema.json describes the inputs and the output.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ MAX_FILES = 32
 """Maximum number of files in one prediction or flow step item. Any of them may be in the message.
 """
 MAX_MESSAGE_JSON_BYTES = 1024 * 1024
-"""Maximum JSON, in bytes, for an output or an input in a message. Larger JSON goes to the object
-store.
+"""Maximum size, in bytes, of an output's or input's JSON in a message. Larger JSON goes to the
+object store.
 """
 JSON_TYPE = "application/json"
 MAX_INTEGER_BITS = 64
@@ -82,7 +85,7 @@ _ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
-    """A file's position in an input or an output, which has null in that place."""
+    """The position of a file in an input or output, which has null in its place."""
 
     at: list[str | int]
     """The path to the file: field names and element numbers."""
@@ -97,7 +100,7 @@ class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
     at: list[str | int]
     media_type: str
     number: int
-    """Number among all files of the output, from 0."""
+    """The file's number among all files in the output, from 0."""
     digest: str
     uri: str = ""
     """A `data:` URI. Empty if the file is in the object store (`streamed_suffix`)."""
@@ -118,7 +121,7 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
         return _encoder.encode(self).decode() + "\n"
 
     def to_json_value(self, link_to: Callable[[StreamedFile], str]) -> Any:
-        """Returns the element with its files' URIs, ready for JSON."""
+        """Returns the element with URIs for its files, ready for JSON."""
         uris = [file.uri or link_to(file) for file in self.files]
         return _with_files(self.value, [file.at for file in self.files], uris)
 
@@ -154,14 +157,14 @@ _element_decoder = msgspec.json.Decoder(StreamedElement)
 
 
 def read_elements(text: str) -> list[StreamedElement]:
-    """Parses the elements in a stream's lines."""
+    """Parses the elements from a stream's lines."""
     # JSON does not contain LF, but it may contain other characters that `splitlines` treats as line
     # breaks.
     return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
 
 
 def make_streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
-    """Returns a file in stream form. A small file is included in the stream."""
+    """Returns a file in the form used in streams. A small file is included in the stream."""
     is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
     uri = _data_uri(file) if is_small else ""
     return StreamedFile(at, file.media_type, number, digest, uri)
@@ -291,7 +294,7 @@ class CustomResult(TaskResult, tag="custom"):
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
         """Returns the output with `data:` URIs for small files and URLs for others.
 
-        A packed output whose data is elsewhere is a URL.
+        If a packed output's data is stored elsewhere, the output is a URL.
         """
         if self.is_packed:
             key = self.files[0].object_key
@@ -417,7 +420,7 @@ def usual_suffix(file: Blob) -> str:
 def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
     """Returns a copy of a value with URIs in these positions.
 
-    The value may be shown again with different URIs.
+    This is a copy because the value may be shown again with different URIs.
     """
     if not places:
         return value
@@ -443,7 +446,10 @@ def _data_uri(file: Blob) -> str:
 
 
 class CustomTask(Task):
-    """Custom classes. Their unit of work is the weight they assign to an item, usually 1."""
+    """Custom classes.
+
+    The unit of work is the weight that a custom model assigns to an item, usually 1.
+    """
 
     name = "custom"
     noun = "a custom model"
@@ -547,7 +553,7 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
 def streams_of(entry: CatalogEntry) -> str:
     """Returns how a prediction's output grows, as in the interface.
 
-    Empty unless it is a class.
+    Empty unless the model is a class.
     """
     return "" if entry.interface is None else entry.interface.streams
 
@@ -558,7 +564,7 @@ def stores_files(entry: CatalogEntry) -> bool:
 
 
 def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
-    """Checks that the work limits are set if the class weighs its items, and not otherwise.
+    """Checks that the work limits are set if and only if the class weighs its items.
 
     Raises:
         ValueError: the limits are missing or superfluous.

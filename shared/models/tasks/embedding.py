@@ -121,7 +121,7 @@ class TextInput(TaskInput, tag="text"):
     text: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """Maximum tokens to read, without special tokens. 0 means as many as the model accepts."""
+    """Maximum number of tokens to read, without special tokens. 0 means the model's maximum."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Returns a token count based on the text's length."""
@@ -180,11 +180,11 @@ class TextToTokenize(TaskInput, tag="text_to_tokenize"):
 
 
 class TextTokens(TaskResult, tag="text_tokens"):
-    """A text's token start positions, and how many tokens its model reads at once.
+    """The start positions of a text's tokens, and how many tokens its model reads at once.
 
-    `starts`: each token's start character, as little-endian uint32. `begins_word`: one byte per
-    token, 1 if the token is the first in a word. If a text is split between words, its parts have
-    the same tokens as the whole.
+    `starts`: each token's starting character, as little-endian uint32. `begins_word`: one byte per
+    token, which is 1 if the token is the first in a word. If a text is split between words, its
+    parts have the same tokens as the whole.
     """
 
     starts: bytes
@@ -210,7 +210,7 @@ class EmbeddingResult(TaskResult, tag="embedding"):
                 f"a vector of {len(self.vector)} bytes, which is not a whole number of float32 "
                 "values"
             )
-        # loaded in model processes anyway, and not otherwise needed in other processes
+        # already loaded in model processes, and not needed in other processes
         import numpy as np
 
         values = np.frombuffer(self.vector, "<f4")
@@ -239,7 +239,7 @@ def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
 
 
 class EmbeddingTask(Task):
-    """Sentence encoders. Their unit of work and price is the token."""
+    """Sentence encoders. The unit of work and price is the token."""
 
     name = "embedding"
     noun = "an embedding model"
@@ -270,7 +270,10 @@ class EmbeddingTask(Task):
             raise ValueError(f"{self.noun} requires dimensions")
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Returns the upper bound. Workers replace it with the number found for their device."""
+        """Returns the upper bound.
+
+        Workers replace this value with the number found for their device.
+        """
         return entry.batch.max_tokens or MAX_BATCH_TOKENS
 
     def usual_batch(self, entry: CatalogEntry) -> Batch:

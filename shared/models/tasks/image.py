@@ -36,8 +36,8 @@ class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
 
     `version`: the digest of the adapter's file in the API's catalog. For a file specified by URL,
     it is the fetched file's digest, which is also its name; `object_key` is the file's key in the
-    object store, and `owner` is the tenant's digest. `url`: where to fetch the file from, until it
-    has been fetched.
+    object store, and `owner` is the tenant's digest. `url`: where to fetch the file, until it has
+    been fetched.
     """
 
     name: str
@@ -85,10 +85,11 @@ class IpAdapterInput(msgspec.Struct, omit_defaults=True):
 
 
 class ImageInput(TaskInput, tag="image"):
-    """One image to draw. If `image` is set, it is redrawn image-to-image at `strength`.
+    """One image to draw. If `image` is set, the image is redrawn (image-to-image) at `strength`.
 
-    `mask`: a grayscale image at the output size. `image` is redrawn only where the mask is not
-    black. `control`: a ControlNet that guides the drawing; `more_controls` are additional ones.
+    `mask`: a grayscale image of the same size as the output. `image` is redrawn only where the mask
+    is not black. `control`: a ControlNet that guides the drawing; `more_controls` are additional
+    ones.
     `ip_adapter`: a reference image for the drawing. `clip_skip`: how many of CLIP's last layers to
     skip for `prompt`. `guidance_rescale`: how much of the contrast added by guidance is removed,
     from 0 to 1 (https://arxiv.org/abs/2305.08891).
@@ -163,7 +164,7 @@ class ImageInput(TaskInput, tag="image"):
         guidance = float(self.guidance_scale)
         options: tuple[object, ...] = (guidance, self.seed, self.scheduler)
         options += (self.prompt, self.negative_prompt)
-        # Only if they are set, so that the keys of other requests stay the same.
+        # Included only if set, so that the keys of other requests stay the same.
         if self.clip_skip or self.guidance_rescale:
             options += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
@@ -178,10 +179,10 @@ class ImageInput(TaskInput, tag="image"):
 
 
 class ImagesInput(TaskInput, tag="images"):
-    """The images in a request with steps after each image: `first` with several seeds.
+    """The images in a request that has steps after each image: `first` with several seeds.
 
     Large sources are in the object store. `is_repeatable`: True if identical requests produce
-    identical images, which may be cached. `upscale`: factor by which to enlarge them.
+    identical images, which may be cached. `upscale`: factor by which to enlarge the images.
     """
 
     first: ImageInput
@@ -286,7 +287,7 @@ def choose_adapter(
         takes_urls: True if `name` may be a file's URL, which this function's caller then fetches.
 
     Raises:
-        BadInput: the model doesn't have the adapter, or a scale is set without one.
+        BadInput: the model doesn't have the adapter, or a scale is set without an adapter.
     """
     if name is None:
         if scale is not None:
@@ -351,7 +352,7 @@ def step_fields(entry: CatalogEntry) -> dict[str, Any]:
 
 
 class ImageTask(Task):
-    """Diffusion models. Their unit of work and price is the pixel-step."""
+    """Diffusion models. The unit of work and price is the pixel-step."""
 
     name = "image"
     noun = "an image model"

@@ -38,8 +38,8 @@ class SimilarityInput(TaskInput, tag="similarity"):
     query: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """Maximum tokens to read from `text`, without special tokens. 0 means as many as the model
-    accepts.
+    """Maximum number of tokens to read from `text`, without special tokens. 0 means the model's
+    maximum.
     """
 
     def estimate_work(self, entry: CatalogEntry) -> int:
@@ -47,7 +47,7 @@ class SimilarityInput(TaskInput, tag="similarity"):
         return text + estimate_tokens(self.query)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte in both texts plus special tokens, up to the maximum."""
+        """Returns one token per byte in both texts, plus special tokens, up to the maximum."""
         text, query = bound_tokens(self.text), bound_tokens(self.query)
         read = min(text, self.max_tokens) if self.max_tokens else text
         each = (bound_window(tokens + SPECIAL_TOKENS, entry) for tokens in (read, query))
@@ -122,7 +122,7 @@ class SimilarityTask(EmbeddingTask):
         return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns an embedding model's bound for two texts."""
+        """Returns an embedding model's bound, doubled for two texts."""
         return WorkBound(2 * super().step_bound(entry).work)
 
 

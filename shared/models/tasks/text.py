@@ -49,7 +49,7 @@ INDENTED = 2
 indentation.
 """
 TOKEN_BYTES = 8
-"""A token's size in a reply, in bytes: its text, escaped."""
+"""The size of a token in a reply, in bytes: its text, escaped."""
 RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
 """A prompt estimated to be this many times the context size is rejected without being tokenized."""
@@ -134,15 +134,15 @@ class GenerationInput(TaskInput, tag="generation"):
     min_p: float = 0.0
     """Keeps tokens at least this fraction as probable as the most likely token."""
     repetition_penalty: float = 1.0
-    """For tokens that occur in the prompt or the text, positive logits are divided by this, and
-    negative ones are multiplied.
+    """For tokens that occur in the prompt or the text, positive logits are divided by this number,
+    and negative ones are multiplied by it.
     """
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Biases added to token logits before anything else is applied."""
     template_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Chat template variables."""
     is_echoed: bool = False
-    """True if the result includes the prompt's text, with its tokens' log probabilities if
+    """True if the result includes the prompt's text, with log probabilities for its tokens if
     requested.
     """
     stop: list[str] = msgspec.field(default_factory=list)
@@ -152,7 +152,7 @@ class GenerationInput(TaskInput, tag="generation"):
     """JSON schema, serialized, that the text must match. Empty if there is none."""
     schema_field: str = RESPONSE_FORMAT
     """Request field that supplied the schema. Any field other than the default means that the
-    schema describes a call.
+    schema describes a tool call.
     """
     is_streamed: bool = False
     """True if tokens are reported as they are generated (shared/stores/token_streams.py)."""
@@ -208,9 +208,9 @@ class GenerationInput(TaskInput, tag="generation"):
         return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte in the prompt, plus all that may be generated.
+        """Returns one token per byte in the prompt, plus the maximum number that may be generated.
 
-        A prompt that leaves too little context for its continuation is rejected.
+        A prompt that leaves too little of the context for its continuation is rejected.
         """
         room = max(0, entry.generation.context_tokens - self.max_tokens)
         return WorkBound(min(self._bound_prompt(), room) + self.max_tokens, self.max_tokens)
@@ -287,7 +287,7 @@ def is_sampling_repeatable(
 
 
 class GenerationTask(Task):
-    """Language models. Their unit of work is the token, whether read or generated."""
+    """Language models. The unit of work is the token, whether read or generated."""
 
     name = "text"
     noun = "a text model"

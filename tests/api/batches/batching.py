@@ -48,7 +48,7 @@ async def created(client: Any, data: bytes, endpoint: str = ENDPOINT, **given: A
 
 
 async def until(client: Any, batch: Any, *statuses: str) -> Any:
-    """The batch, once it has one of these statuses or has finished."""
+    """Returns the batch once it has one of these statuses or has finished."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found = await client.batches.retrieve(batch.id)

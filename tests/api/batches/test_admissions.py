@@ -1,6 +1,4 @@
-"""The maximum number of open batches per tenant, no matter how many instances create them at
-once.
-"""
+"""The per-tenant limit on open batches holds no matter how many instances create them at once."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = No
 
 
 def _computed(api: ApiUnderTest, batch: Any) -> Counter[str]:
-    """How often each of a batch's lines was computed, by request id."""
+    """How often each of a batch's lines was computed, keyed by request id."""
     ids = (job.envelope.request_id for job in api.worker.jobs)
     return Counter(one for one in ids if one.startswith(batch.id))
 

@@ -42,7 +42,7 @@ def line(custom_id: str, path: str = TRANSCRIPTIONS, **body: Any) -> dict[str, A
 
 
 async def bodies(client: Any, file_id: str | None) -> dict[str, Any]:
-    """The response bodies in a file, by custom id."""
+    """The response bodies in a file, keyed by custom id."""
     lines = await answers(client, file_id)
     return {one["custom_id"]: one["response"]["body"] for one in lines}
 

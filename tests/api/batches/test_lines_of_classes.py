@@ -67,7 +67,7 @@ def line(custom_id: str, version: str = "mine", **given: Any) -> dict[str, Any]:
 
 
 async def bodies(client: Any, file_id: str | None) -> dict[str, Any]:
-    """The response bodies in a file, by custom id."""
+    """The response bodies in a file, keyed by custom id."""
     lines = await answers(client, file_id)
     return {one["custom_id"]: one["response"]["body"] for one in lines}
 

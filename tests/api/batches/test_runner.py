@@ -83,7 +83,7 @@ async def test_next_runner_goes_on_after_the_last_whole_segment(
 async def test_two_runners_of_one_batch_do_no_harm(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a Redis that has granted the lease to both."""
+    """Simulates a Redis that granted the lease to both."""
     monkeypatch.setattr(BatchLeases, "take", _always)
     settings = settings_for(tmp_path, redis_url=redis_url)
     async with (

@@ -44,7 +44,7 @@ REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss",
 
 
 class LatePredictions:
-    """Marks a prediction as late when it is asked to read one."""
+    """Marks a prediction as late when asked to read it."""
 
     def __init__(self, stores: RecordStores) -> None:
         self._stores = stores

@@ -145,7 +145,7 @@ class Ledger(RuleBasedStateMachine):
         self.predictions: list[Open] = []
         self.giving: list[asyncio.Task[None]] = []
         self.lost: set[float] = set()
-        """The months in which Redis's responses were lost."""
+        """The months when Redis's responses were lost."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)

@@ -174,7 +174,7 @@ async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> 
 
 
 async def test_redis_remembers_few_calls(setup: Setup) -> None:
-    """Redis remembers calls that got no response, and the calls after them until one does."""
+    """Redis remembers calls that got no response, and every later call until one succeeds."""
     for _ in range(20):
         (await setup.reserve(0.9)).cancel()
         await setup.until_given_back()

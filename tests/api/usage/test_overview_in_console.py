@@ -44,7 +44,7 @@ async def page(world: World) -> AsyncIterator[Page]:
         await page.goto(f"{world.apis[0].url}/console#overview")
         yield page
         await browser.close()
-    # A key without the scope `usage` is rejected, and so are reports with too many rows.
+    # A key without the `usage` scope is rejected, and so are reports with too many rows.
     assert [text for text in told if not REFUSED.search(text)] == []
 
 
@@ -63,7 +63,7 @@ async def serious_barriers(page: Page) -> list[str]:
 
 
 async def store_rows_of_last_week(world: World, copies: int) -> None:
-    """Stores the rows of all requests so far again, dated seven days earlier."""
+    """Stores the rows of all requests so far a second time, dated seven days earlier."""
     rows: list[dict[str, Any]] = []
     for row in world.rows():
         for copy in range(copies):

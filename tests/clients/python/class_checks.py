@@ -113,7 +113,7 @@ def same_events(outputs: list[Any], expected: Any) -> None:
 def _element(data: Any) -> Any:
     try:
         return plain(json.loads(data))
-    except (TypeError, ValueError):  # a file, or a text
+    except (TypeError, ValueError):  # a file or text
         return plain(data)
 
 

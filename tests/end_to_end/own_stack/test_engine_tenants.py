@@ -1,4 +1,6 @@
-"""Two tenants share an engine, through the whole pipeline. Neither learns from or delays the other.
+"""Two tenants share an engine, through the whole pipeline.
+
+Neither learns anything about the other or delays it.
 
 Work is measured in the engine process's CPU seconds, which other programs hardly affect.
 """

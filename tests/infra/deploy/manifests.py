@@ -57,7 +57,7 @@ def objects_of(text: str) -> Objects:
 
 
 def of_kind(objects: Objects, kind: str) -> dict[str, dict[str, Any]]:
-    """The objects of one kind, by name."""
+    """The objects of one kind, keyed by name."""
     return {found["metadata"]["name"]: found for found in objects if found["kind"] == kind}
 
 

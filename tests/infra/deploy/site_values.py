@@ -112,4 +112,4 @@ WRONG: dict[str, dict[str, Any]] = {
     "invoices.tax_percent": {"invoices": {"tax_percent": 101}},
     "namespace": {"namespace": "Penstock"},
 }
-"""Invalid changes to the example, by the name of the invalid field."""
+"""Invalid changes to the example, keyed by the name of the invalid field."""

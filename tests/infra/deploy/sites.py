@@ -72,7 +72,7 @@ def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
 
 
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
-    """All pods, by the name of the object that creates them."""
+    """All pods, keyed by the name of the object that creates them."""
     found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
     return {name: pod(one) for name, one in found.items()}
 

@@ -37,7 +37,7 @@ class Plan:
 
 
 def plan_platform(folder: Path, **variables: object) -> Plan:
-    """Plans the stage `platform`; skips the test if the checker is missing."""
+    """Plans the `platform` stage; skips the test if the checker is missing."""
     _need_terraform()
     given = {
         "project_id": PROJECT,
@@ -54,7 +54,7 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
 
 
 def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, list[str]]:
-    """The reasons a root's plan is rejected, by the name of the invalid variable."""
+    """The reasons a root's plan is rejected, keyed by the name of the invalid variable."""
     _need_terraform()
     file = folder / "given.tfvars.json"
     file.write_text(json.dumps(given))

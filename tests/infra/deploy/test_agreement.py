@@ -99,7 +99,7 @@ def provisioned() -> RecordingAdmin:
 
 
 def _of_the_first_region(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without further regions' inboxes, because the local stack is a single region."""
+    """Excludes other regions' inboxes, because the local stack is a single region."""
     numbers = ((one, re.match(r"inbox[.](\d+)", one["name"])) for one in found)
     return [one for one, number in numbers if number is None or int(number[1]) < INBOX_STRIDE]
 

@@ -28,7 +28,7 @@ def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
         for trigger in spec["triggers"]:
             assert trigger["metadata"]["ignoreNullValues"] == "false"
             ours = re.sub(r"sum\(pubsub[^)]*\) or vector\(0\)", "", trigger["metadata"]["query"])
-            # Without it, items count for more.
+            # Without this metric, items count for more.
             spare = r"sum\(rate\(penstock_worker_spare_seconds_total[^)]*\)\) or vector\(0\)"
             ours = re.sub(spare, "", ours)
             guess = f"or vector({model.definition.first_guesses.item_s:g})"

@@ -111,7 +111,7 @@ def before() -> dict[str, set[str]]:
 
 
 def address(resource: dict[str, str]) -> str:
-    """An address in the graph's form: without for_each keys."""
+    """An address as the graph writes it, without for_each keys."""
     return re.sub(r"\[[^]]*\]", "", resource["address"])
 
 

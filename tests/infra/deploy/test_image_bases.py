@@ -81,7 +81,7 @@ def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
 
 
 def no_registry(folder: Path) -> dict[str, str]:
-    """An environment in which no registry responds."""
+    """An environment where no registry responds."""
     docker = folder / "docker"
     docker.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 1\n")
     docker.chmod(0o755)

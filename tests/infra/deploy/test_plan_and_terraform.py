@@ -230,7 +230,7 @@ def _block(variable: str, file: Path) -> str:
 
 
 def _option(variable: str) -> str:
-    """The type of an object variable in the module `options`."""
+    """The type of an object variable in the `options` module."""
     found = re.search(
         rf"^    {variable} = optional\((.*?)^    }}\)",
         OPTIONS.read_text(),

@@ -153,7 +153,7 @@ def test_prometheus_reads_every_process_that_has_metrics(
 
 
 def lets_prometheus_in(objects: Objects) -> set[tuple[str, str]]:
-    """The Deployments and ports that pods in the namespace `monitoring` may reach."""
+    """The Deployments and ports that pods in the `monitoring` namespace may reach."""
     source = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     return {
         (name, port["port"])

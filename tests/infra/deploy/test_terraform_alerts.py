@@ -39,7 +39,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def conditions(plan: Plan, kind: str) -> dict[str, dict[str, Any]]:
-    """The conditions of one kind, by alert key."""
+    """The conditions of one kind, keyed by alert key."""
     return {
         policy["user_labels"]["alert"]: policy["conditions"][0][kind][0]
         for policy in plan.of("google_monitoring_alert_policy")

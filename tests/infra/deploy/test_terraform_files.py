@@ -20,7 +20,7 @@ def test_files_that_terraform_reads_are_there() -> None:
 
 
 def resources(kind: str) -> dict[str, str]:
-    """This type's resource bodies, by file and name."""
+    """This type's resource bodies, keyed by file and name."""
     return {
         f"{source.relative_to(TERRAFORM)}: {name}": body
         for source in TERRAFORM.rglob("*.tf")

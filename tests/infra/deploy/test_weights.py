@@ -42,7 +42,7 @@ def worker(objects: Objects, name: str) -> dict[str, Any]:
 
 
 def mounts(deployment: dict[str, Any]) -> dict[str, str]:
-    """The paths where volumes are mounted, by volume name."""
+    """The paths where volumes are mounted, keyed by volume name."""
     found = pod(deployment)["containers"][0]["volumeMounts"]
     return {mount["name"]: mount["mountPath"] for mount in found}
 

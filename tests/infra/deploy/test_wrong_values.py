@@ -427,7 +427,7 @@ def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: st
 def test_catalog_that_is_too_large_for_cloud_run(tmp_path: Path) -> None:
     models = (STAGES / "platform/tests/classes.models.yaml").read_text()
     (tmp_path / "models.yaml").write_text(models)
-    # 30,000 bytes, in three entries: too large together, and only as bytes.
+    # Three entries totaling 30,000 bytes: too large together, and only when counted in bytes.
     interface = {"inputs": {"properties": {"text": {"description": "\u00e9" * 15_000}}}}
     (tmp_path / "classes.interface.json").write_text(json.dumps(interface))
     given = RIGHT | {"models_file": str(tmp_path / "models.yaml")}

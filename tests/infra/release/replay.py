@@ -127,7 +127,7 @@ class Replay:
         return done.stdout
 
     def workspace(self, build: Mapping[str, Any], name: str) -> Path:
-        """The folder in which a build starts: with its source, or empty."""
+        """The folder where a build starts: with its source, or empty."""
         made = self.folder / name
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):

@@ -42,7 +42,7 @@ def proxy(cloud: Cloud, folder: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def metadata_server(project: str, account: str, token: str) -> Iterator[str]:
-    """The server that a Cloud Build step asks for its identity. Yields host and port."""
+    """The server from which a Cloud Build step requests its identity. Yields host and port."""
     answers = {
         "/": "computeMetadata/",
         "/computeMetadata/v1/project/project-id": project,

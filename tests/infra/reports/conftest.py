@@ -43,7 +43,7 @@ class OnceRunner(ReportRunner):
     """Runs each query only once, because nothing writes to the generated rows and most queries take
     seconds.
 
-    A machine that is busy with other work may take longer than a report may take in production.
+    A machine busy with other work may need more time than a report is allowed in production.
     """
 
     def __init__(self, client: bigquery.Client) -> None:

@@ -515,7 +515,7 @@ def forecast(rows: list[Fields], question: ReportQuestion) -> Lines:
     zone, ends = ZoneInfo(question.tz), hour_of(question.until)
     members = grouped(once(rows, question), lambda r: (hour_of(r["received_at"]),))
     weeks = (ends - question.since) // HOUR // 168
-    needed: list[list[tuple[float, float]]] = []  # by weeks back and slot: GPUs, items
+    needed: list[list[tuple[float, float]]] = []  # keyed by weeks back and slot: GPUs, items
     for week in range(1, weeks + 1):
         hours = [members.get((ends + (slot - 168 * week) * HOUR,), []) for slot in range(168)]
         needed.append(

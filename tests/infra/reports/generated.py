@@ -1,7 +1,7 @@
 """Rows for a generated month: duplicate, late and old rows, tenants without keys, and a day without
 any rows.
 
-It covers five weeks around the days on which clocks change in Berlin (25 October) and New York (1
+It covers five weeks around the days when clocks change in Berlin (25 October) and New York (1
 November).
 """
 
@@ -20,7 +20,7 @@ NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
 TENANTS = ("acme", "globex", "initech", "umbrella")
 CACHED_SHARE = 0.25
 WRITTEN = 3
-"""How many times as much a generated token costs as a prompt token."""
+"""Ratio of a generated token's cost to a prompt token's."""
 MODELS: dict[str, Fields] = {
     "mini": {"task": "embedding", "prices": (0.01, 0.013), "gpu_type": "l4", "capacity": 64},
     "draw": {"task": "image", "prices": (0.02, 0.025), "gpu_type": "a100", "capacity": 8},

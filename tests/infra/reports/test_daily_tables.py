@@ -137,7 +137,7 @@ def hourly(day: BillingDay, seed: int) -> list[Fields]:
             hour = one.since + number * HOUR
             usual = 5 + 10 * (8 <= number <= 18)
             costs = {"acme": usual * drawn.uniform(0.8, 1.2), "globex": 3.0}
-            if week <= 2:  # compared with the zeros before it existed, it would be unusual
+            if week <= 2:  # the zeros from before it existed would make it look unusual
                 costs["newcomer"] = 3.0 if week == 0 else 1.0
             if week == 0 and number == 9:
                 costs["acme"] *= 9

@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
 
 async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
-    """Returns the rows in each place. `folder` is for the files."""
+    """Returns the rows in each place. `folder` holds the files."""
     rows = await archived(objects, folder)
     on_the_way = [*await keys(objects, "incoming"), *await keys(objects, "pending")]
     return Kept(table.row_ids, sorted(one["row_id"] for one in rows), on_the_way)

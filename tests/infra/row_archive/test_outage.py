@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
 DAY_S = 86_400
 PODS = ("api-1", "api-2", "worker-1", "worker-2", "worker-3")
 GENERATIONS = 6
-"""How often each pod is replaced during the day, which is every four hours."""
+"""How many times each pod is replaced during the day: once every four hours."""
 ROWS = 240
 """Rows per pod."""
 

@@ -20,7 +20,7 @@ def device(
 
     Args:
         fitting_tokens: maximum number of tokens that fit into its memory.
-        slow_from: number of tokens from which it computes half as many per second.
+        slow_from: from this number of tokens on, it computes half as many per second.
     """
 
     def measure(tokens: int) -> BudgetTiming:

@@ -225,5 +225,5 @@ async def test_forty_hung_receivers_hold_up_no_other_tenants_event(
         for number in range(5):
             for event in warnings(f"quiet-{number}-{world.request_id}", [receiver.url]):
                 await publisher.publish_budget(event)
-            # Half of the 20 s during which a hung delivery keeps its slot.
+            # Half of the 20 s that a hung delivery keeps its slot.
             assert await receiver.wait(number + 1, limit_s=10.0)

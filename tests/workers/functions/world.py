@@ -163,9 +163,7 @@ class World:
         return found
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """This request's rows, once there are at least `count` of them or WAIT_LIMIT_S has
-        passed.
-        """
+        """Returns this request's rows once there are `count`, or WAIT_LIMIT_S has passed."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 UNET = ("attn1.to_q", "attn2.to_k", "attn2.to_v", "attn1.to_out.0", "ff.net.0.proj")
 TEXTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")
 STRENGTH = 0.3
-"""Weight strength at which an image looks quite different but is still an image."""
+"""Weight strength that makes an image look quite different but still like an image."""
 
 Chosen = dict[str, dict[str, torch.nn.Module]]
-"""Layers by pipeline part and name."""
+"""Layers, keyed by pipeline part and name."""
 
 
 def chosen_layers(pipeline: Any, *, texts: bool, convolutions: bool = False) -> Chosen:

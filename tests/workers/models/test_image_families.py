@@ -431,7 +431,7 @@ def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(
 def test_a_family_that_no_code_names_draws_as_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """From text and images, in a batch, with the options in its signature."""
+    """Draws from text and images, in a batch, with the options in its signature."""
     folder = write_tiny("chroma", tmp_path, tiny_folder)
     named = [one for one in Path("workers").rglob("*.py") if "Chroma" in one.read_text("utf-8")]
     assert not named

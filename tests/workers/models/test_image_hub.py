@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")
 
 TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
 SEPARATE = {"HiDreamImagePipeline"}
-"""Pipelines whose prompts put encoder layers first and rows second, so each prompt is its own
+"""Pipelines whose prompts put encoder layers first and rows second, so each prompt is a separate
 batch.
 """
 TOLERANCE = 1e-5
@@ -182,9 +182,7 @@ class Counting(Batching):
 def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
     name: str, dtype: torch.dtype
 ) -> None:
-    """In two sizes, with decoding between other items' steps, and with a VAE in fp32 if it
-    overflows.
-    """
+    """Covers two sizes, decoding between other items' steps, and a VAE in fp32 if it overflows."""
     tiny = make(name, FAMILIES[name].tasks[0], dtype)
     if name == "sdxl" and dtype == torch.float16:
         assert tiny.pipeline.vae.config.force_upcast
@@ -230,7 +228,7 @@ def sd() -> Tiny:
 
 @pytest.fixture(scope="module")
 def references(sd: Tiny) -> dict[tuple[int, int], torch.Tensor]:
-    """Results of items drawn individually, by seed and steps."""
+    """Results of items drawn individually, keyed by seed and steps."""
     with torch.inference_mode():
         return {(seed, steps): sd.alone(seed, steps) for seed in range(6) for steps in (2, 3, 5)}
 
@@ -243,7 +241,7 @@ class Fault(NamedTuple):
 
 
 class Scarce(Batching):
-    """A device that has room for only `rows` rows and on which some items' calls fail."""
+    """A device that has room for only `rows` rows, and where some items' calls fail."""
 
     def __init__(self, rows: int, failing: set[int]) -> None:
         self.rows = rows

@@ -188,7 +188,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
 def test_images_get_no_watermark(
     tiny_xl_folder: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers adds a watermark if a package for that happens to be installed."""
+    """diffusers adds a watermark if a watermarking package happens to be installed."""
 
     class Watermark:
         def apply_watermark(self, images: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ Arguments = dict[str, Any]
 class Family:
     """A family's components, and the arguments for each of its pipelines.
 
-    `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: pipeline
-    classes, each with its names for an image and a mask. `usual`: other arguments.
+    `parts`: components by name. `prompts`: the arguments for a prompt, keyed by seed. `tasks`:
+    pipeline classes, each with its names for an image and a mask. `usual`: other arguments.
     """
 
     parts: Callable[[], dict[str, Any]]

@@ -40,7 +40,7 @@ class FakeApi:
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with each request."""
     reads: list[dict[str, Any]] = field(default_factory=list)
-    """A prediction's states, in the order in which polling returns them. The last one repeats."""
+    """A prediction's states, in the order polling returns them. The last one repeats."""
     read_headers: list[dict[str, str]] = field(default_factory=list)
 
 

@@ -31,7 +31,7 @@ class Asked:
 
 
 def asked_by(query: str) -> Asked:
-    """Parses a query. Raises ValueError if it is not PromQL."""
+    """Parses a query. Raises ValueError if the text is not valid PromQL."""
     parsed = Asked()
     _walk(parser.parse(query), parsed)
     return parsed
@@ -81,7 +81,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def grafana_queries() -> Iterator[tuple[str, str, str]]:
-    """Yields (panel, text, legend) of each query in Grafana."""
+    """Yields (panel, text, legend) for each Grafana query."""
     for panel in grafana()["panels"]:
         for target in panel.get("targets", []):
             query = _replaced(target["expr"], _IN_GRAFANA)

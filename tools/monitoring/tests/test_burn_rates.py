@@ -1,4 +1,4 @@
-"""Alerts by kind of error. If promtool is installed, it runs the rules for Prometheus;
+"""Alerts, keyed by kind of error. If promtool is installed, it runs the rules for Prometheus;
 
 the simulation's evaluator runs the Cloud Monitoring alerts.
 """
@@ -26,7 +26,7 @@ BURNING = ("availability-fast", "availability-slow", "deadlines-fast", "deadline
 HOUR, DAY = 60, 1440
 
 Fired = set[tuple[str, str | None]]
-"""Alerts by key, each with the model it names. None: all models together."""
+"""Alerts by key, each with the name of its model. None: all models together."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def test_alerts_of_cloud_monitoring(case: Case) -> None:
 
 
 def samples(counted: Counted, every_min: int) -> list[tuple[int, float]]:
-    """Returns each scrape's (minute, value). A counter starts at 0."""
+    """Returns (minute, value) for each scrape. A counter starts at 0."""
     points, value, minute = [(0, 0.0)], 0.0, 0
     for length, per_min in counted.parts:
         for _ in range(length // every_min):
@@ -201,7 +201,7 @@ def minutes(case: Case) -> int:
 def test_rules_of_prometheus(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Evaluated only every few minutes, so that simulating days takes seconds.
+    # Alerts are evaluated only every few minutes, so simulating days takes seconds.
     seldom = {"groups": [group | {"interval": "4m"} for group in rules(BOUNDS, "file")["groups"]]}
     (tmp_path / "rules.yaml").write_text(json.dumps(seldom), encoding="utf-8")
     tests = {
@@ -209,7 +209,7 @@ def test_rules_of_prometheus(tmp_path: Path) -> None:
         "evaluation_interval": "4m",
         "tests": [as_promtool(case) for case in CASES if minutes(case) <= DAY],
     }
-    # JSON is valid YAML, and faster to write.
+    # JSON is valid YAML, and faster to generate.
     (tmp_path / "tests.yaml").write_text(json.dumps(tests), encoding="utf-8")
     done = subprocess.run(
         ["promtool", "test", "rules", "tests.yaml"],

@@ -38,7 +38,7 @@ def test_grafana_knows_every_field_of_its_dashboard() -> None:
 
 
 def missing(given: Any, found: Any, path: str = "") -> list[str]:
-    """Returns the paths in `given` that are missing in `found`, or have another value there."""
+    """Returns the paths in `given` that are missing from `found` or have a different value."""
     if isinstance(given, dict) and isinstance(found, dict):
         return [
             place

@@ -79,7 +79,7 @@ OF_OTHERS = {
         "service",
     },
 }
-"""Metrics exported by other programs, with the labels used:
+"""Metrics exported by other programs, along with the labels we use:
 
 DCGM's exporter (etc/default-counters.csv), kube-state-metrics, KEDA (Integrate with Prometheus),
 Google's list of metrics, blackbox_exporter and redis_exporter.

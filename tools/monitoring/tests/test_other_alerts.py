@@ -2,7 +2,7 @@
 to a section of the runbook.
 
 Our own evaluator runs Cloud Monitoring's queries. If promtool is installed, it runs Prometheus'
-queries, including how long they must hold.
+queries, including each alert's hold time.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_each_alert_leads_to_a_section_that_says_what_to_do() -> None:
 def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Excludes the alerts on objectives, which look back several days.
+    # Excludes the objective alerts, which look back several days.
     groups = [
         group for group in rules(BOUNDS, "file")["groups"] if group["name"] == "penstock-alerts"
     ]

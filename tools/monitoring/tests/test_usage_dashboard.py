@@ -1,4 +1,4 @@
-"""Runs each query of the usage dashboard, with Grafana's macros expanded, on the embedded BigQuery.
+"""Runs each usage dashboard query, with Grafana's macros expanded, on the embedded BigQuery.
 
 https://github.com/grafana/google-bigquery-datasource/blob/main/pkg/bigquery/macros_test.go
 """
@@ -137,7 +137,7 @@ def test_grafana_knows_every_field() -> None:
     """Grafana's own models parse it, dropping unknown fields, and serialize it again."""
     original = json.loads(json.dumps(usage_dashboard()))
     again = json.loads(JSONEncoder().encode(grafana_models.Dashboard.from_json(original)))
-    for dashboard in (original, again):  # queries use different models than dashboards
+    for dashboard in (original, again):  # queries use different Grafana models than dashboards
         for panel in dashboard["panels"]:
             panel.pop("targets", None)
     assert missing(original, again) == []

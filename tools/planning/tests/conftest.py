@@ -1,4 +1,4 @@
-"""Skips the other tier's files, and uses fixtures from tests/conftest.py."""
+"""Skips the other tier's files, and provides fixtures from tests/conftest.py."""
 
 from pathlib import Path
 

@@ -35,7 +35,7 @@ ANSWER_LIMIT_S = 5.0
 
 
 class AsideClass:
-    """A class in a separate runner, which starts with the first question.
+    """A class in a separate runner, which starts when the first question is asked.
 
     Threads may share it.
     """
@@ -136,7 +136,7 @@ class AsideClass:
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
-        """Returns the reason no response arrived.
+        """Returns the reason that no response arrived.
 
         Closes the runner; the next question gets a new one.
         """

@@ -103,7 +103,8 @@ class ClassBatch:
         else:
             number = frame.message.get("id", BATCH)
             if number not in self._numbers or number in self._answers:
-                # Ensures that nothing it sends later is mistaken for another batch's response.
+                # Ensures that nothing the process sends later is mistaken for another batch's
+                # response.
                 raise WrongAnswer("it sent a response to a different request")
             self._answers[number] = frame
         self._changed.set()
@@ -230,9 +231,9 @@ class ClassBatch:
                 await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
-        """Keeps the output of a one-item call.
+        """Keeps the output printed by a one-item call.
 
-        With several items, it is unknown which one printed it.
+        With several items, there is no way to know which one printed it.
         """
         if len(slots) == 1:
             self._logs[slots[0]] = PublicLogs(self._process.paths).add(printed, is_all=True)

@@ -182,7 +182,8 @@ def write_interface(folder: Path, interface: ModelInterface) -> Path:
     """Writes penstock.schema.json atomically. Returns its path.
 
     Raises:
-        ConfigurationError: the file can't be written, or the author has a file with that name.
+        ConfigurationError: the file can't be written, or the author already has a file with that
+            name.
     """
     return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)
 
@@ -209,7 +210,7 @@ def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
 
 
 def _describe_capacity(folder: Path, interface: ModelInterface) -> str:
-    """Describes how many predictions a process runs at a time, and how much memory they take."""
+    """Describes how many predictions a process runs at a time, and how much memory they use."""
     many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
     count = "batches, by default of up to 64 items" if interface.batches else many
     if not interface.batches and interface.concurrency == 1:

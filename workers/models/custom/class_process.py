@@ -45,7 +45,7 @@ No caller's input can cause an error that starts like this.
 MAX_LAST_READS = 8
 """Maximum number of one-megabyte reads from a process that has exited.
 
-Its own data fits in the socket buffer, but a surviving child may keep sending data forever.
+A process's own data fits in the socket buffer, but a surviving child may keep sending data forever.
 """
 USED_UP = "leftover memory or disk usage from earlier predictions must not make this one fail"
 
@@ -116,8 +116,8 @@ class ClassProcess:
         """Earliest time of the next start, because the last `setup` failed."""
         self._failure: NotSetUp | None = None
         self._reason = ""
-        """The reason the last setup failed. Callers may read it once paths have been removed from
-        it.
+        """The reason the last setup failed. Callers may read it once this machine's paths have been
+        removed from it.
         """
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
@@ -145,7 +145,7 @@ class ClassProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the process and everything it has started. 0 if it isn't running."""
+        """Memory used by the process and everything it has started. 0 if it isn't running."""
         return 0 if self._runner is None else self._runner.memory_bytes
 
     @property
@@ -194,7 +194,7 @@ class ClassProcess:
         return failure
 
     def take_end(self) -> Ended | None:
-        """Returns how the process ended since the last call, or None if it hasn't."""
+        """Returns how the process ended since the last call, or None if it is still running."""
         ended, self._ended = self._ended, None
         return ended
 
@@ -255,7 +255,7 @@ class ClassProcess:
         return frame
 
     async def _start_runner(self) -> tuple[RunnerProcess, Sources]:
-        """Starts a process, on a thread because this copies files and may fetch secrets."""
+        """Starts a process on a thread, because this copies files and may fetch secrets."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._make_runner))
         try:
             return await asyncio.shield(starting)
@@ -297,7 +297,10 @@ class ClassProcess:
     async def _explain(
         self, runner: RunnerProcess, reason: str, *, is_final: bool = False
     ) -> PenstockError:
-        """Closes a process that was not set up. Returns the error, including the printed output."""
+        """Closes a process that could not be set up.
+
+        Returns the error, including the printed output.
+        """
         printed = runner.printed.take().after(0).strip()
         status = await self._finish(runner, reason or runner.killed_for)
         if not reason:
@@ -408,7 +411,7 @@ class ClassProcess:
         messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]],
         numbers: Sequence[int],
     ) -> None:
-        """Sends messages all at once, as far as the process reads them. The rest follows.
+        """Sends all the messages at once, as far as the process reads them. The rest follows.
 
         `numbers`: numbers of the predictions that the messages start, or BATCH.
         """
@@ -429,7 +432,7 @@ class ClassProcess:
     def cancel(self, number: int) -> None:
         """Cancels a prediction, and kills the process if the prediction does not stop.
 
-        The prediction gets as long as setup took, so no caller can keep a class in `setup`.
+        The prediction gets as much time as setup took, so no caller can keep a class in `setup`.
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)

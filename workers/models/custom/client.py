@@ -101,8 +101,8 @@ class ClassClient:
         await self._turn.acquire()
         self._run = run = ClassBatch(self._process, self._interface, batch)
         running = asyncio.ensure_future(self._run_batch(run, timeout_s))
-        # The turn ends with the batch, not with the caller, because the class may still be running
-        # it.
+        # The turn ends when the batch does, not when the caller leaves, because the class may still
+        # be running the batch.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         done = asyncio.shield(running)
         done.add_done_callback(lambda caller: run.cancel() if caller.cancelled() else None)
@@ -149,7 +149,7 @@ class ClassClient:
         """Stops the process after an unexpected error. Its items are retried.
 
         This is the boundary with the class's code. Nothing that the class's code does wrong may
-        crash the worker here.
+        crash the worker.
         """
         log.error("a class could not be run", exc_info=error)
         await self._process.end("the worker failed to process its responses")
@@ -206,7 +206,7 @@ class ClassClient:
         if self._run is not None:
             self._run.notice()
         else:
-            self._process.take_failure()  # no waiting item could fail because of it
+            self._process.take_failure()  # no waiting item can fail because of it
 
     def _note_residency(self) -> None:
         """Reports the class as resident, if it has been set up since the last report."""

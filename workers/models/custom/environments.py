@@ -50,7 +50,7 @@ _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TMPDIR|XDG_\w+|UV_\w+|SSL_CERT_\w+|NETRC|"
     r"(?:HTTP|HTTPS|ALL|NO)_PROXY|(?:http|https|all|no)_proxy"
 )
-"""The variables passed to uv. None of them are ours."""
+"""The variables passed to uv. None of them are from our own environment."""
 _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
 """Disables uv's one-minute timeout, because torch takes that long on a busy machine.
 INSTALL_LIMIT_S still applies.
@@ -93,7 +93,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """Describes any of the class's environment requests that can't be met here."""
+    """Describes the class's environment requests that can't be met here."""
     requested = read_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
@@ -168,7 +168,7 @@ def _digest(folder: Path, packages: AskedPackages, base: Interpreter) -> str:
 
 
 def _read_included(folder: Path, first: Path) -> dict[str, bytes]:
-    """Returns the contents of a requirements file and the files it includes, by name."""
+    """Returns the contents, by name, of a requirements file and the files it includes."""
     contents: dict[str, bytes] = {}
     waiting = [first]
     while waiting:

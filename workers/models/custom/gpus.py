@@ -9,10 +9,10 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def gpu_variables(device: str) -> dict[str, str]:
-    """Returns the variables that make CUDA show a process only one GPU.
+    """Returns the variables that make CUDA show only one GPU to a process.
 
     Args:
-        device: `cuda:N`. With any other value, a process sees the same GPUs as this one.
+        device: `cuda:N`. With any other value, the process sees the same GPUs as this one.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not number:

@@ -2,10 +2,10 @@
 
 A system limit on address space (RLIMIT_AS) doesn't help, because CUDA reserves more address space
 than the machine has memory. In a container, we can't create a control group, so a thread checks the
-limits ten times a second. A process's private and shared memory count, but mapped files don't,
-because the system can reclaim their pages.
+limits ten times a second. A process's private and shared memory count toward its limit, but mapped
+files don't, because the system can reclaim their pages.
 
-Disk use is also measured, because quotas need privileges that a container lacks, and an in-memory
+Disk use is measured too, because quotas require privileges that a container lacks, and an in-memory
 file system would use a scarcer resource. The system itself keeps any single file below the limit
 (RLIMIT_FSIZE, set in the runner), so only several files together can exceed it between counts.
 """
@@ -34,9 +34,10 @@ MAX_ENTRIES = 500_000
 MAX_OUTSIDE = 10_000
 """Maximum number of files to remember outside the scratch folder."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""Minimum limit when the disk is full, so that a class that writes nothing can still be served."""
+"""Minimum limit even if the disk is full, so that a class that writes nothing can still be served.
+"""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
-"""Maximum share of time spent counting files: while the disk is filling up, and otherwise."""
+"""Maximum share of time spent counting files: while the disk fills up, and at other times."""
 MAX_REST_S = 30.0
 """Maximum time between counts, as long as counting stays within COUNT_SHARE."""
 END_LIMIT_S = 2.0
@@ -98,10 +99,10 @@ class ProcessFamily:
         return bool(self._namespace) and _namespace(pid) == self._namespace
 
     def end(self) -> None:
-        """Kills all the processes, including any that they start while being killed."""
+        """Kills all the processes, including any that they start in the meantime."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
-            # The runner first. Otherwise it could still report that its child processes died.
+            # The runner first. Otherwise, it could still report the deaths of its child processes.
             for member in sorted(members, key=lambda pid: pid != self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
@@ -241,7 +242,7 @@ class DiskUse:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
         elif self.has_lost_much():
-            # No matter how recent the last count is. Otherwise a prediction's leftovers would be
+            # No matter how recent the last count is. Otherwise, a prediction's leftovers would be
             # counted during the next prediction, which would then fail because of them.
             self.count(set())
         return self._holds_half()
@@ -315,7 +316,7 @@ def _free_room(folder: Path) -> tuple[int, int]:
 
 
 def _count_bytes(status: os.stat_result, seen: set[tuple[int, int]]) -> int:
-    """Returns a file's bytes on disk, or 0 if already counted under another name."""
+    """Returns a file's size on disk in bytes, or 0 if it was already counted under another name."""
     identity = (status.st_dev, status.st_ino)
     if identity in seen:
         return 0
@@ -374,7 +375,10 @@ class LimitWatch:
                 return
 
     def is_above_memory(self) -> bool:
-        """Returns whether the runner by itself exceeds its limit. Takes 20 µs if it doesn't."""
+        """Returns whether the runner on its own exceeds its limit.
+
+        Takes 20 µs if it doesn't exceed the limit.
+        """
         if not self._memory_bytes or resident_bytes_of(self._pid) <= self._memory_bytes:
             return False
         return proportional_memory_of(self._pid) > self._memory_bytes

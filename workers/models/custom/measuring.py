@@ -60,7 +60,7 @@ def measure(
 ) -> ModelMeasurement:
     """Measures a class in a separate process, the way workers run it.
 
-    Each input first runs once without being counted. A class that computes several items at a time
+    Each input is first run once without being timed. A class that computes several items at a time
     is measured with 1, 2, 4, and more items, up to its maximum.
 
     Args:
@@ -242,7 +242,7 @@ def read_inputs(
     Args:
         assignments: NAME=VALUE and NAME=@PATH pairs for one input.
         lines: a file with one JSON object of inputs per line. A file is written as a string,
-            `@PATH`, relative to this file's folder.
+            `@PATH`, relative to the folder containing this file.
 
     Raises:
         BadInput: an input is invalid, or a required input is missing.
@@ -394,8 +394,8 @@ def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
     """Writes penstock.measured.json. Returns its path.
 
     Raises:
-        ConfigurationError: the file can't be written, or the author already has a file with that
-            name.
+        ConfigurationError: the file can't be written, or the author already has a different file
+            with that name.
     """
     text = measurement.model_dump_json(indent=2) + "\n"
     return MEASUREMENT_FILE.write(folder.expanduser(), text)

@@ -36,7 +36,7 @@ MALFORMED = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""Errors from reading an invalid response. A class may write to its own socket."""
+"""Errors raised when reading an invalid response. A class may write to its own socket."""
 NO_ANSWER = "it sent an invalid response"
 MAX_PIECES = 1_000_000
 """Maximum number of pieces in one prediction.
@@ -48,14 +48,14 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
 
 class WrongAnswer(ValueError):
-    """A response without a matching request."""
+    """A response that doesn't match any request."""
 
 
 class Prediction:
     """An item being computed: its input, and pieces that have not been reported yet.
 
-    A restarted runner yields the first pieces again. If their text has changed, no more pieces are
-    reported, because readers could not continue.
+    A restarted runner yields the first pieces again. If the text has changed, no more pieces are
+    reported, because readers could not continue from it.
 
     Args:
         is_text: True if its pieces are parts of one text.
@@ -67,8 +67,8 @@ class Prediction:
         self.item = item
         self.is_sent = False
         self.is_suspect = False
-        """True if the item was in a runner that died while running several items. From then on, it
-        runs by itself.
+        """True if the item was in a runner that died while running several items at once. From then
+        on, the item runs by itself.
         """
         self.logs = PublicLogs(PathRemover(None, ()))
         """The prediction's printed output."""
@@ -77,8 +77,8 @@ class Prediction:
         self._is_text = is_text
         self._count = self._reported = item.written_pieces
         self._text = io.StringIO(item.written_text)
-        """The text of all pieces, whether or not they have been reported. The current runner has
-        yielded the text up to this position.
+        """The text of all pieces, whether or not they have been reported. Position up to which the
+        current runner has yielded the text.
         """
         self._texts: list[str] = []
         """Text of the pieces that have not been reported."""
@@ -163,7 +163,7 @@ def outcome_of(
     """Returns the outcome from a prediction's last frame.
 
     Args:
-        paths: removes our paths from errors.
+        paths: removes our paths from error messages.
         streamed: the files of the prediction's pieces.
 
     Raises:

@@ -19,7 +19,7 @@ MAX_LOG_CHARS = 32 * 1024
 MAX_READ_BYTES = 256 * 1024
 """Maximum bytes per read. A pipe holds 64 KiB, so only nonstop output exceeds this."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
-"""Average rate and burst size for reading output.
+"""Average rate and burst size at which output is read.
 
 A class that prints faster has to wait, but doesn't delay others.
 """
@@ -28,7 +28,7 @@ PAUSE_S = 0.002
 line.
 """
 MIN_PART_BYTES = 128
-"""A shorter marked part counts as this many bytes, to account for its processing time."""
+"""A marked part shorter than this counts as this many bytes, to account for its processing time."""
 MIN_HIDDEN_CHARS = 6
 """Shorter secrets are not hidden in a class's output, because they may be parts of other words."""
 HIDDEN = "[secret]"
@@ -42,7 +42,7 @@ class PrintedOutput:
     A thread reads it, so the process never waits for a reader.
 
     The process marks each prediction's output (workers/models/custom/runner/printing.py). Unmarked
-    output belongs to the only running prediction, or to none.
+    output is attributed to the only running prediction, or to none.
 
     Args:
         shows: receives the text as it arrives, until `end_showing`. If None, the text isn't shown.
@@ -71,7 +71,10 @@ class PrintedOutput:
         self._thread.start()
 
     def set_mark(self, mark: bytes) -> None:
-        """Sets the process's mark. Until it is known, no output counts as marked."""
+        """Sets the process's mark.
+
+        Until the record's end is read, none of its output counts as marked.
+        """
         with self._lock:
             self._mark = mark
 
@@ -93,7 +96,10 @@ class PrintedOutput:
             return {number: log.look() for number, log in self._logs.items()}
 
     def take_log(self, number: int) -> PrintedLogs:
-        """Returns a finished prediction's output. Anything it prints later is unowned."""
+        """Returns a finished prediction's output.
+
+        Anything it prints later is not attributed to any prediction.
+        """
         self._drain()
         with self._lock:
             log = self._logs.pop(number, None)

@@ -49,7 +49,7 @@ _PASSED_ON = (
     "NVIDIA_DRIVER_CAPABILITIES",
     "OMP_WAIT_POLICY",
     "COG_WEIGHTS",
-    # Marks the local stack's processes, so that leftovers can be found if the stack is killed.
+    # Marks the local stack's processes so that leftovers can be found if the stack is killed.
     "STARTED_BY",
 )
 """The only variables a runner gets from our environment. None of them contain our keys, addresses,
@@ -132,8 +132,8 @@ class RunnerProcess:
     Args:
         environment: variables set by cog.yaml and the entry.
         hidden: values of secrets, which are replaced in the class's output and exceptions.
-        resources: limits for the process and everything it starts. None has the same effect as an
-            entry without limits.
+        resources: limits for the process and everything it starts. None is equivalent to an entry
+            without limits.
         denied_ports: TCP ports to which it may not connect.
         inspects_only: True if it exits once the class has been inspected.
         is_aside: True if it calls only `work` and `is_close`, and doesn't set up the class.
@@ -182,8 +182,8 @@ class RunnerProcess:
         self.killed_for = ""
         """The reason we killed the process."""
         self.is_at_fault = False
-        """True if we killed the process because of the class's behavior, so a retry would end the
-        same way.
+        """True if we killed the process because of the class's behavior, so a retry would have the
+        same outcome.
         """
         self.unconfined: list[str] | None = None
         """Descriptions of the confinement features that this system doesn't support.
@@ -222,9 +222,9 @@ class RunnerProcess:
             raise
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
-        """Waits for frames, and sends pending data. Returns the frames that arrived in time.
+        """Waits for frames while sending pending data. Returns the frames that arrived in time.
 
-        None if the process has exited or closed its end.
+        Returns None if the process has exited or closed its end.
 
         Raises:
             ValueError: the received data is not a frame.
@@ -294,7 +294,7 @@ class RunnerProcess:
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Sends a message, or as much of it as the process will read. `receive` sends the rest.
 
-        A process that has exited doesn't receive it; `receive` reports that.
+        A process that has exited doesn't receive the message, which `receive` then reports.
         """
         self.send_all([(message, blobs)])
 
@@ -390,7 +390,8 @@ class RunnerProcess:
         until_s = time.monotonic() + KILL_AFTER_S
         while not self.has_ended and time.monotonic() < until_s:
             time.sleep(0.005)
-        # Along with its child processes. Its ID isn't reused until it is waited for.
+        # Kills its child processes as well. The process ID isn't reused until the process has been
+        # waited for.
         if not self.has_ended:
             self.kill_at_fault("it closed its connection to the worker")
         self._family.end()

@@ -17,7 +17,7 @@ MAX_PATH_CHARS = 4096
 """Longer words are not held back, because they can't be paths (PATH_MAX on Linux)."""
 _SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
 _PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
-"""Matches from the start of a word, so a long word is scanned only once."""
+"""Matches from the start of a word, so that a long word is scanned only once."""
 _BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
 """The end of a folder name."""
@@ -63,7 +63,7 @@ class PublicLogs:
         """Handles what the process has printed since the prediction started.
 
         Args:
-            printed: all of the output so far, or only the end if it is long.
+            printed: all of the output so far, or just the end if it is long.
             is_all: True if nothing follows. Otherwise, a path that may continue is held back.
         """
         text, left_out = self.printed.text, self.printed.left_out

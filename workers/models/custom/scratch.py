@@ -29,12 +29,11 @@ MAX_COPIED_BYTES = 8 * 1024 * 1024
 MAX_COPIES_BYTES = 64 * 1024 * 1024
 """Maximum total size of the copies."""
 MAX_ENTRIES = 10_000
-"""Beyond this number, folders are linked as a whole, and the class can't write into the linked
-folders.
+"""Beyond this number, whole folders are linked, and the class can't write into the linked folders.
 """
 MAX_LINKED_ENTRIES = 1000
-"""Maximum number of entries, at all levels, for a linked folder to be copied. A larger folder stays
-a link.
+"""Maximum number of entries, across all levels, for a linked folder to be copied instead. A larger
+folder stays a link.
 """
 LINKED = frozenset(
     {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
@@ -87,7 +86,7 @@ def remove_left() -> None:
 
 
 def _lock_folder(path: Path) -> int | None:
-    """Locks a folder. Returns its descriptor, or None if another process has it locked."""
+    """Locks a folder. Returns the folder's descriptor, or None if another process has it locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -99,14 +98,14 @@ def _lock_folder(path: Path) -> int | None:
 
 def _fill(folder: Path, working_dir: Path) -> None:
     real = folder.resolve()
-    # The last are folders that contain this one: links to them are not copied.
+    # The last are folders that contain this one, links to which are not copied.
     waiting = deque([(folder, working_dir, {real, *real.parents, *working_dir.resolve().parents})])
     count = copied_bytes = 0
     while waiting:
         source, target, above = waiting.popleft()
         with contextlib.suppress(OSError), os.scandir(source) as entries:
-            # Small files first, because they include the sources, and the total size of the copies
-            # is limited.
+            # Small files go first, because they include the sources and the total size of the
+            # copies is limited.
             for entry in sorted(entries, key=_size_of):
                 count += 1
                 place = target / entry.name
@@ -153,7 +152,7 @@ def _is_small(folder: Path) -> bool:
 def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
     """Copies a file if it is small or can share its blocks.
 
-    Returns the number of bytes it takes up, or 0.
+    Returns the number of bytes the copy takes up, or 0.
     """
     with contextlib.suppress(OSError):
         size = entry.stat().st_size
@@ -168,7 +167,7 @@ def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
 
 
 def _clone(source: str, place: Path) -> None:
-    """Creates a copy that shares its blocks with the original until either is written.
+    """Creates a copy that shares blocks with the original until either one is written to.
 
     Raises:
         OSError: the file system doesn't support such copies, or the files are on different file

@@ -95,7 +95,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def find_fixed_ports(folder: Path) -> list[str]:
-    """Returns where sources mention a local port, because two processes can't share a port.
+    """Returns where sources mention a local port, because processes can't share a port.
 
     Raises:
         ConfigurationError: there are too many sources.
@@ -195,7 +195,7 @@ def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:
 
 
 def read_packages(folder: Path) -> AskedPackages:
-    """Returns the packages that a class requests: `build` in cog.yaml, or else requirements.txt.
+    """Returns the packages that a class requests, from cog.yaml's `build` or requirements.txt.
 
     Raises:
         ConfigurationError: cog.yaml is invalid, or names a missing file.
@@ -205,7 +205,7 @@ def read_packages(folder: Path) -> AskedPackages:
     if not isinstance(build, dict):
         raise ConfigurationError(f"{where}: build: must be a mapping", field="source")
     version = str(build.get("python_version") or "")
-    version = "3.10" if version == "3.1" else version  # how YAML parses it without quotes
+    version = "3.10" if version == "3.1" else version  # the way YAML parses it without quotes
     lines = tuple(_lines(folder, build, "python_packages", "requirements", "build."))
     named = build.get("python_requirements")
     if named and lines:

@@ -60,7 +60,7 @@ class ClassSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._charged_s: float | None = None
-        """Time up to which the process's use has been charged. None if it is not ready."""
+        """Time up to which the process's usage has been charged. None if it is not ready."""
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -78,11 +78,11 @@ class ClassSteps:
                 if not self._items:
                     await asyncio.sleep(
                         0
-                    )  # the last messages are delivered and more items admitted
+                    )  # the last messages are delivered and more items are admitted
         finally:
             for timer in self._timers.values():
                 timer.cancel()
-            if self._items:  # it was canceled, or the process has died
+            if self._items:  # the run was canceled, or the process has died
                 self._cancel_all()
             if self._process.is_ready:
                 pass_on(self._process.runner.printed.take())
@@ -129,7 +129,7 @@ class ClassSteps:
         self._changed.set()
 
     async def _advance(self) -> None:
-        """Does as much as possible now, then waits until something changes."""
+        """Does as much as it can right now, then waits until something changes."""
         process = self._process
         self._changed.clear()
         if self.fault is not None:
@@ -242,7 +242,7 @@ class ClassSteps:
         self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
     ) -> None:
         if isinstance(outcome, PenstockError):
-            self._report_chunks()  # a result includes all pieces, a failure none
+            self._report_chunks()  # a result includes all pieces, a failure includes none
         self._report_end(slot, outcome, logs)
         del self._items[slot]
 
@@ -264,7 +264,7 @@ class ClassSteps:
             self._report(Spare(0, spare_s))
 
     def _report(self, message: StepMessage) -> None:
-        # Not immediately: `admit`'s caller knows its items' slots only once it returns.
+        # Not immediately, because `admit`'s caller learns its items' slots only when it returns.
         self._loop.call_soon(self._deliver, message)
 
     def _deliver(self, message: StepMessage) -> None:

@@ -27,8 +27,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     """Runs a class once. Prints its output as JSON, and writes its files.
 
     Args:
-        assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
-            by repeating the name.
+        assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given either as
+            JSON or by repeating the name.
         out: folder for the output's files, or a file for the output: its first file or, if it has
             no files, its text or JSON. Additional files get a number in their names.
 
@@ -74,7 +74,7 @@ def _run(
         shows=show,
     )
     frame: Frame | None
-    count = 0  # files in the pieces so far
+    count = 0  # number of files in the pieces so far
     try:
         frames = _frames(runner)
         ready = next(frames, None)
@@ -117,7 +117,7 @@ def _show_output(frame: Frame, out: Path) -> None:
 
 
 def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
-    """Writes a frame's files. Returns one of its fields with their paths."""
+    """Writes a frame's files. Returns one of its fields, including their paths."""
     whole: dict[str, Any] = {"value": frame.message[field]}
     files = zip(frame.message["files"], frame.blobs, strict=True)
     for number, (where, data) in enumerate(files, count):
@@ -153,7 +153,9 @@ def _write(path: Path, data: bytes) -> None:
 def read_assignments(
     interface: ModelInterface, assignments: Sequence[str]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[bytes]]:
-    """Parses NAME=VALUE and NAME=@PATH. Returns values, the places of files, and their bytes.
+    """Parses NAME=VALUE and NAME=@PATH.
+
+    Returns the values, the files' places, and the files' bytes.
 
     Raises:
         BadInput: an assignment is malformed, or there is no such input or file.

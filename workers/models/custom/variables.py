@@ -50,7 +50,9 @@ class ClassVariables(NamedTuple):
 def variables_of(
     folder: Path, entry: EntryVariables, left_out: list[str] | None = None
 ) -> ClassVariables:
-    """Returns a class's variables. Later ones win: operator, cog.yaml, the entry, its secrets.
+    """Returns a class's variables.
+
+    Later sources take precedence: operator, cog.yaml, the entry, its secrets.
 
     Args:
         left_out: receives the reason for each secret that can't be read. If None, an error is
@@ -112,7 +114,7 @@ def _check_entry(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
             where = ".".join(map(str, (name, *first["loc"])))
             raise ConfigurationError(
                 f"{models_file}: {where}: {first['msg']}", field=name
-            ) from None  # its input may be a secret
+            ) from None  # the class's input may be a secret
     processes = entry.get("processes")
     return EntryVariables(
         variables["environment"],

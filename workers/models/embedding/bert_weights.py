@@ -27,7 +27,7 @@ _USUAL = {
     "position_embedding_type": "absolute",
     "quantization_config": None,
 }
-"""Settings in config.json, with the only values supported here."""
+"""The settings in config.json for which only these values are supported."""
 
 
 class BertWeights(NamedTuple):
@@ -71,13 +71,13 @@ def read_bert_folder(folder: Path) -> LoadedBert | None:
 
     Returns None unless the folder fully describes a plain model in FAMILIES: config.json has the
     usual settings, and model.safetensors has only BertModel's weights, under its names. In all
-    other cases, including invalid files, transformers must read it, or report why it can't.
+    other cases, including invalid files, transformers must read the folder or report why it can't.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not _is_usual(config) or (folder / "adapter_config.json").exists():
             return None
-        # BERT counts from 0, RoBERTa from its padding token's ID plus 1.
+        # BERT's positions start at 0, RoBERTa's at its padding token's ID plus 1.
         first_position = 0 if config["model_type"] == "bert" else 1 + config["pad_token_id"]
         shapes = _shapes(config)
         with safe_open(folder / "model.safetensors", "pt") as file:

@@ -23,7 +23,7 @@ _ASK_GPU_LIMIT_S = 10.0
 _SLOW_ON_CPU = ["SkipLayerNormFusion"]
 """The fused operator takes 1 ms for 512 tokens with MiniLM.
 
-An addition and a layer norm take 0.13 ms.
+A separate addition and layer norm take 0.13 ms.
 """
 _TYPES = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
@@ -161,9 +161,9 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     # Spinning threads take cores away from the I/O process and from other model processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_vnni():
-        # Products of unsigned activations and signed weights would saturate at 16 bits, which
-        # reduces accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact.
-        # With VNNI, these cost 50% more.
+        # Products of unsigned activations and signed weights would saturate at 16 bits, reducing
+        # accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact. With
+        # VNNI, these products cost 50% more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options

@@ -1,15 +1,15 @@
 """The torch encoder for embedding models: fp32 anywhere, bf16 on CPU and GPU, fp16 on GPU.
 
-On a CPU, BERT and related models are computed operator by operator, without transformers' modules.
-The overhead of modules, keyword arguments, and three casts of the same rows took 40% of the CPU
-time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the weights
-only once, while F.linear does so on every call.
+On a CPU, BERT and related models are computed operator by operator, without using transformers'
+modules. The overhead of modules, keyword arguments, and three casts of the same rows took 40% of
+the CPU time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the
+weights only once, while F.linear does so on every call.
 
-Texts are concatenated, so on a CPU no padding is computed. Every part of an encoder except
+Texts are concatenated, so that no padding is computed on a CPU. Every part of an encoder except
 attention works token by token, so a batch's texts pass through as one row of tokens, each with its
 position in its own text, and attention is computed text by text. transformers lets us replace
-attention by name, and passes the model call's keyword arguments to it. A trial determines whether a
-model supports this (see `runs_unpadded`).
+attention by name, and passes the model call's keyword arguments to it. A trial run determines
+whether a model supports this (see `runs_unpadded`).
 
 Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from workers.models.embedding.packed_bert import PackedBert
 
 ATTENTION = "penstock_text_by_text"
-"""Our attention's name in transformers' registry."""
+"""The name of our attention in transformers' registry."""
 _LENGTHS = "penstock_lengths"
-"""The keyword argument that passes it the texts' lengths."""
+"""The keyword argument that passes the texts' lengths to it."""
 _PRODUCTS_FROM_TOKENS = 128
 """From this length on, two matrix products are faster than torch's flash attention in bf16.
 
@@ -64,7 +64,7 @@ With MiniLM's heads, which are 32 wide, 230 tokens take 1.2 ms per layer instead
 """
 _TRIED_LENGTHS = (3, 11, 6)
 _TRIED_APART = 0.02
-"""Twice the difference between batches caused by bf16 rounding.
+"""Twice the difference that bf16 rounding causes between batches.
 
 A model that mixes up texts differs far more.
 """
@@ -84,7 +84,7 @@ With seven extra rows, a single text of nine tokens took 4.2 ms instead of 3.4.
 
 
 class Trial:
-    """Three short texts, with the states that `model` computes for them with padding.
+    """Three short texts, and the states that `model` computes for them with padding.
 
     `ids` has all texts in one row, and `lengths` their token counts. `first_positions` are the
     candidates for the first token's position.
@@ -92,7 +92,7 @@ class Trial:
 
     def __init__(self, model: Any) -> None:
         self.lengths = _TRIED_LENGTHS
-        # BERT counts from 0, RoBERTa from its padding token's ID plus 1.
+        # BERT's positions start at 0, RoBERTa's at its padding token's ID plus 1.
         self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
         # IDs below 5 are special tokens.
         self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
@@ -209,9 +209,9 @@ def attend_text_by_text(
 ) -> torch.Tensor:
     """Computes attention over concatenated texts, [1, heads, tokens, width].
 
-    The default of `scaling` is 1 / sqrt(width).
+    `scaling` defaults to 1 / sqrt(width).
 
-    For filler tokens after the last text, returns their values.
+    For filler tokens after the last text, returns their values unchanged.
     """
     filler = query.shape[2] - sum(lengths)
     if len(lengths) == 1 and not filler:
@@ -366,8 +366,8 @@ class TorchEncoder:
 
     In bf16 and fp16, only the Linear layers and attention use that precision. The residual stream,
     norms, and pooling stay in fp32. Compared to bf16 everywhere, this reduces the mean distance
-    from fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs hardly any speed, because nearly all work
-    is in those layers.
+    from fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It has almost no effect on speed, because nearly
+    all of the work is in those layers.
 
     Args:
         precision: `fp32`, `bf16`, or `fp16`.
@@ -396,7 +396,7 @@ class TorchEncoder:
         self._check_precision()
         in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
         on_cpu = self._device.type == "cpu"
-        # Packed texts on a GPU need 16 bits.
+        # Packed texts on a GPU require 16 bits.
         reads_bert = in_bf16 or (self._precision == "fp32") == on_cpu
         bert = read_bert_folder(self._settings.transformer) if reads_bert else None
         if bert is not None and self._take(bert, in_bf16=in_bf16):

@@ -80,7 +80,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def longest_text(transformer: Path) -> int:
-    """Returns the maximum tokens per text that the tokenizer and the position table support."""
+    """Returns the maximum tokens per text that both the tokenizer and position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),

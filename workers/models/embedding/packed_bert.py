@@ -10,8 +10,8 @@ Weights, states, and products use 16 bits. Products and layer norms accumulate i
 and normalization are computed in fp32.
 
 A GPU computes while the host prepares the next call, so nothing here waits for the GPU's results.
-Shapes follow from the lengths, which the host knows. One buffer goes to the device, and one array
-comes back. Because small batches are limited by the number of operators, each layer has only
+The host knows the lengths, and the shapes follow from them. One buffer goes to the device, and one
+array comes back. Because small batches are limited by the number of operators, each layer has only
 eleven:
 
 - Query, key, and value are a single product.
@@ -38,8 +38,9 @@ from workers.models.embedding.bert_weights import BertWeights
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor
 ]
-"""The interface of `varlen_attn`: query, key, and value [tokens, heads, width], then, each twice,
-the boundaries of the texts in them (int32 [texts + 1]) and the longest text's token count.
+"""The interface of `varlen_attn`: query, key, and value [tokens, heads, width]; then, once for
+queries and once for keys, the boundaries of the texts in them (int32 [texts + 1]) and the longest
+text's token count.
 """
 
 MAX_HEAD_WIDTH, HEAD_WIDTH_STEP = 256, 8
@@ -258,7 +259,7 @@ def pack_texts(ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -
 
 
 def can_pack(weights: BertWeights, device: torch.device) -> bool:
-    """Returns whether `varlen_attn` computes these heads on this device."""
+    """Returns whether `varlen_attn` can compute these heads on this device."""
     heads = weights.tensors["encoder.layer.0.attention.self.query.weight"].shape[0]
     width = heads // weights.heads
     return (
@@ -279,6 +280,6 @@ def _pool(mode: str, rows: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
         return rows.index_select(0, borders.narrow(0, 0, len(borders) - 1))
     lengths = borders.diff()
     reduce = mode if mode in ("mean", "max") else "sum"
-    # With `unsafe`, it skips checking the lengths, which would wait for the device.
+    # With `unsafe`, it skips checking the lengths, because that check would wait for the device.
     pooled = torch.segment_reduce(rows, reduce, lengths=lengths, axis=0, unsafe=True)
     return pooled / lengths.unsqueeze(1).sqrt() if reduce == "sum" else pooled

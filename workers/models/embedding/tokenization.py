@@ -141,7 +141,7 @@ class TextPreparer:
         )
 
     def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
-        """Returns the position at which to drop `beyond` tokens.
+        """Returns the position from which to drop `beyond` tokens.
 
         Special tokens and the model's prompt are kept.
         """
@@ -156,7 +156,7 @@ class TextPreparer:
 def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
     """Returns the error for a text with too many tokens.
 
-    It starts the same way as OpenAI's message, because clients and proxies check for that.
+    It starts the same way as OpenAI's message, because clients and proxies check for that wording.
     """
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens, "

@@ -43,9 +43,9 @@ class Launch:
     """How to start an engine's server.
 
     `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
-        to the few variables that the server gets. `context_keys`: the location of the maximum
-        tokens per text in the document at `context_path`. `safe_lines`: log lines from a ready
-        server that operators may read, because they can't contain a prompt.
+        to the few variables that the server gets. `context_keys`: where to find the maximum tokens
+        per text in the document at `context_path`. `safe_lines`: log lines from a ready server that
+        operators may read, because they can't contain a prompt.
     """
 
     settings: Mapping[str, Any]
@@ -60,10 +60,10 @@ class EngineRequest:
     """A request to the engine: the tokens to read, and how many to generate after them.
 
     `slot`, `salt`: only requests with the same slot, or the same salt, share the results for
-        identical prefixes. `keeps`: True if the slot keeps its results for the same tokens.
-        `counts`: True if the number of cached tokens must be reported. `echoes`: True if the
-        prompt's log probabilities must be reported. `bias`: added to tokens' logits, in place of
-        the item's. `allowed`: a mask of the tokens to choose from.
+        identical prefixes. `keeps`: True if the slot keeps its results for use with the same
+        tokens. `counts`: True if the number of cached tokens must be reported. `echoes`: True if
+        the prompt's log probabilities must be reported. `bias`: added to tokens' logits, in place
+        of the item's. `allowed`: a mask of the tokens to choose from.
     """
 
     ids: Sequence[int]
@@ -81,10 +81,10 @@ class EngineRequest:
 class Reply:
     """A reply, or part of a stream.
 
-    `chances`: for each token, if requested. `prompt_chances`: for each prompt token, None for the
-        first. `cached_tokens`: number of prompt tokens that were computed earlier, or None if not
-        reported. `has_ended`: True if the engine found the end of the text. `has_lost`: True if
-        tokens are missing.
+    `chances`: log probabilities for each token, if requested. `prompt_chances`: the same for each
+        prompt token, None for the first one. `cached_tokens`: number of prompt tokens that were
+        computed earlier, or None if not reported. `has_ended`: True if the engine found the end of
+        the text. `has_lost`: True if some tokens are missing.
     """
 
     tokens: Sequence[int] = ()
@@ -96,14 +96,15 @@ class Reply:
 
     @property
     def is_written(self) -> bool:
-        """True if it contains more than a report about the prompt."""
+        """True if the reply contains more than a report about the prompt."""
         return bool(self.tokens) or self.has_ended or self.has_lost
 
 
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
 
-    Requests contain only token IDs, and every sampling field, because the defaults are not neutral.
+    Requests contain only token IDs, and specify every sampling field, because the defaults are not
+    neutral.
     """
 
     def __init__(self, entry: Model, vocabulary: Vocabulary) -> None:
@@ -151,7 +152,7 @@ class EngineDialect(ABC):
 
 
 async def read_events(response: EngineResponse) -> AsyncIterator[list[bytes]]:
-    """Yields the data of server-sent events, each on one line: the events that arrived together."""
+    """Yields the data of server-sent events, one line each, in lists that arrived together."""
     buffer = b""
     while part := await response.read_part():
         *lines, buffer = (buffer + part).split(b"\n")

@@ -1,10 +1,10 @@
 """HTTP over an engine's Unix socket, whose streams are read together, once per step.
 
 An engine sends the tokens of a step one text after another, within up to 10 ms. If each text's
-token woke the event loop, it would cost nearly twice as much CPU. So when the first stream has
-data, the others get a moment to receive theirs, and then all of them are read. An epoll object
-contains the streams' sockets, because it has to be watched only until the first of them is
-readable.
+token woke the event loop separately, it would cost nearly twice as much CPU. So when the first
+stream has data, the others get a moment to receive theirs, and then all of them are read together.
+An epoll object contains the streams' sockets, because it has to be watched only until the first of
+them is readable.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import httptools
 import msgspec
 
 GATHER_S, MAX_GATHER_S = 0.0006, 0.01
-"""How long to wait for each stream's data after the first stream's, and the maximum for all
-streams.
+"""How long to wait for each stream's data after the first stream's data arrives, and the maximum
+for all streams.
 
-A lone stream does not wait.
+A single stream does not wait.
 """
 CONNECT_LIMIT_S = 30.0
 RETRY_S = 0.01
@@ -46,7 +46,7 @@ class EngineHttp:
     async def post(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[EngineResponse]:
         """Sends a request. Yields the response, once its head has arrived.
 
-        Leaving before the response is complete closes the connection.
+        Exiting the context before the response is complete closes the connection.
 
         Raises:
             OSError: there is no connection, or it was lost.
@@ -143,7 +143,7 @@ class EngineResponse:
             raise self._error
 
     def receive_now(self) -> bool:
-        """Reads what has arrived. Returns False if nothing can follow."""
+        """Reads what has arrived. Returns False if nothing more can follow."""
         try:
             self.feed(self.connection.recv(READ_BYTES))
         except BlockingIOError:
@@ -167,7 +167,7 @@ class EngineResponse:
         self._arrived.clear()
         return body
 
-    # The parser calls the next three.
+    # The parser calls the next three methods.
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()

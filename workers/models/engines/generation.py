@@ -49,11 +49,11 @@ class EngineGeneration:
         """True if a stream has omitted tokens that can't be reconstructed, or violated the schema.
         """
         self.is_waiting = True
-        """True while it waits for a slot, or for its turn to read its prompt."""
+        """True while the text waits for a slot, or for its turn to have its prompt read."""
 
     @property
     def cached_tokens(self) -> int:
-        """Number of prompt tokens that were computed earlier."""
+        """Number of prompt tokens that had been computed earlier."""
         return min(self._cached_tokens or 0, self.prompt_tokens)
 
     @property
@@ -62,9 +62,9 @@ class EngineGeneration:
         return [*self._prompt, *self.writing.ids]
 
     def share_prompt(self) -> None:
-        """Counts its prompt as cached, because another of its owner's texts continues from it.
+        """Counts its prompt as cached, because another text with the same owner continues from it.
 
-        A different slot reads it again, at no one's expense.
+        A different slot reads it again, at no charge.
         """
         if self._cached_tokens is None:
             self._cached_tokens = self.prompt_tokens - 1
@@ -218,7 +218,8 @@ class EngineGeneration:
             if not self.writing.allows(token):
                 if self._has_lost:
                     raise ModelFailed("the engine chose a token that is not allowed")
-                # Its grammar supports fewer schemas than ours, so the rest is written in pieces.
+                # The engine's grammar supports fewer schemas than ours, so the rest is written in
+                # pieces.
                 self._has_lost = True
                 return
             self.writing.add_chosen(token, reply.chances[at] if reply.chances else None)

@@ -52,8 +52,8 @@ _FIELDS = (
     *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
     "completion_probabilities",
 )
-"""The fields in a whole reply and in a stream's last event, which would otherwise also contain the
-prompt.
+"""The fields to include in a whole reply and in a stream's last event, which would otherwise also
+contain the prompt.
 """
 _SEEDS = 2**32 - 1
 """The largest 32-bit value means a random seed."""
@@ -62,8 +62,8 @@ _CACHE_STEP = 256
 _FULL = "Context size has been exceeded"
 _SPACES = {"whitespace_pattern": WHITESPACE}
 _ALLOWED_BIAS = 1000.0
-"""Added to the logits of all allowed tokens, if there are few of them. This way, no other token is
-chosen, and their relative probabilities stay the same (to within 1e-4).
+"""Added to the logits of all allowed tokens, if there are only a few of them. This way, no other
+token is chosen, and their relative probabilities stay the same (to within 1e-4).
 """
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
@@ -86,8 +86,8 @@ class LlamaCpp(EngineDialect):
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
         """Returns whether all tokens and log probabilities are preserved.
 
-        A stream omits the log probabilities of tokens that end within a character. Penalties also
-        count the prompt. A grammar always starts from the beginning.
+        A stream omits the log probabilities of tokens that end in the middle of a character.
+        Penalties also count the prompt. A grammar always starts from the beginning.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         is_begun = bool(item.json_schema) and has_written
@@ -161,7 +161,7 @@ class LlamaCpp(EngineDialect):
     ) -> dict[int, float]:
         """Returns the log probabilities for a token and for the most likely tokens.
 
-        The engine is forced to choose a token that is a whole character, and still reports the
+        The engine is forced to choose a token that is a whole character, but still reports the
         tokens that it would have preferred.
         """
         bias = {self.vocabulary.plain_token: _FORCING}
@@ -204,7 +204,7 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
 
 
 def weights_in(folder: Path) -> Path:
-    """Returns a folder's GGUF file, or the first part of one.
+    """Returns a folder's GGUF file, or its first part.
 
     Raises:
         ConfigurationError: the folder has no GGUF file, or more than one.
@@ -310,7 +310,7 @@ class Chosen(Chance):
 
 
 class Fault(msgspec.Struct):
-    """The error returned in place of a response."""
+    """The error returned instead of a response."""
 
     message: str = ""
 
@@ -331,7 +331,7 @@ class Answer(msgspec.Struct):
 
     @property
     def has_ended(self) -> bool:
-        """True if the engine recognized an end of text that our files don't specify."""
+        """True if the engine recognized an end-of-text token that our files don't specify."""
         return self.stop and self.stop_type == "eos"
 
     @property

@@ -29,13 +29,15 @@ SOCKETS = "/tmp"
 Custom classes see a private folder at that path instead (workers/models/custom/runner).
 """
 SPINS = "1000"
-"""How many times a thread polls for the other threads in its step before it sleeps. By default it
-polls for as long as the system lets it run. While other programs were also using the cores, a token
-took 8 s instead of 0.04 s.
+"""How many times a thread polls for the other threads in its step before it goes to sleep. By
+default, it polls for as long as the system lets it run. While other programs were also using the
+cores, this made a token take 8 s instead of 0.04 s.
 """
 END_LIMIT_S = 5.0
 LAST_LINES_LIMIT_S = 1.0
-"""How long to wait for the last lines. A process outside the group may keep the pipe open."""
+"""How long to wait for the last lines of output. A process outside the group may keep the pipe
+open.
+"""
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """A server that is ready.
+    """A server that is ready for requests.
 
     Args:
         key: the key that its HTTP server requires.
@@ -156,7 +158,10 @@ class EngineProcess:
 
     @property
     def post(self) -> Post:
-        """Sends a request. Leaving before the response is complete stops its computation."""
+        """Sends a request.
+
+        Exiting the context before the response is complete stops its computation.
+        """
         assert self._http is not None, "it is ready; this is a bug"
         return self._http.post
 
@@ -205,7 +210,7 @@ class EngineProcess:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills the process and the processes it has started, which could otherwise outlive it."""
+        """Kills the process and any processes it has started, which could otherwise outlive it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -213,8 +218,8 @@ class EngineProcess:
 class _Output:
     """A pipe for the output of a process and its children.
 
-    The pipe that asyncio creates stays open while a child has it open, and `wait` waits for that
-    child.
+    The pipe that asyncio creates stays open as long as a child has it open, and `wait` waits for
+    that child.
     """
 
     def __init__(self) -> None:
@@ -229,7 +234,7 @@ class _Output:
         )
 
     def close_write_end(self) -> None:
-        """Leaves the pipe to the processes that have inherited it."""
+        """Leaves the pipe to the processes that inherited it."""
         if self.write_end >= 0:
             os.close(self.write_end)
             self.write_end = -1
@@ -244,7 +249,7 @@ class _Output:
         while True:
             try:
                 line = await self._reader.readline()
-            except ValueError:  # it is longer than the buffer, whose contents were dropped
+            except ValueError:  # the line is longer than the buffer, whose contents were dropped
                 continue
             return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None
 

@@ -3,7 +3,7 @@
 It imports none of our code. The first line of its standard input is a JSON object
 (`Launch.settings` in workers/models/engines/dialect.py), because other processes could read its
 arguments and environment. A command still gets its options as arguments and its key in a variable,
-because it supports no other way.
+because it doesn't support any other way.
 
 If its standard input closes, its parent has exited. It then stops the server, removes the socket's
 folder, and kills its whole process group.
@@ -28,7 +28,7 @@ NAME = "penstock-engine"
 """Name of the process in tools such as `ps`."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME = 1, 4, 15
 _QUIET = 1
-"""Errors only. The next level prints prompts."""
+"""Errors only. The next level would print prompts."""
 _LOOK_EVERY_S = 0.1
 _END_S = 3.0
 
@@ -136,7 +136,7 @@ def _end_with_parent(path: str, end: Callable[[], None]) -> threading.Event:
         is_ending.set()
         end()
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-        # Along with its whole group, such as a server's processes.
+        # Its whole group is killed too, including a server's processes.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()

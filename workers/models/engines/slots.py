@@ -2,7 +2,7 @@
 
 An engine keeps the keys and values of the last text in each slot. A generation gets its owner's
 free slot whose text has the longest common prefix. A slot last used by a different owner starts
-empty, because otherwise the time a prompt takes would reveal other owners' prompts.
+empty, because otherwise the time that a prompt takes would reveal other owners' prompts.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ReadingPermit:
 class ReadingPermits:
     """Limits how many prompt tokens an engine reads at a time. Owners take turns.
 
-    If prompts were read purely in order of arrival, a short prompt would wait for all of another
-    owner's long prompts. An engine would read its prompts in a different order.
+    If prompts were read strictly in order of arrival, a short prompt would wait for all of another
+    owner's long prompts. Left to itself, an engine would read its prompts in a different order.
 
     Args:
         max_tokens: maximum number of tokens to process at a time.
@@ -95,7 +95,7 @@ class ReadingPermits:
         self._reading = 0
         self._waiting: list[ReadingPermit] = []
         self._last: dict[str, int] = {}
-        """When each owner last read, counted in parts."""
+        """When each owner's prompt was last read, counted in parts."""
 
     async def begin(self, owner: str, tokens: int) -> ReadingPermit:
         """Waits until this many of an owner's tokens may be read, at most `max_tokens`."""
@@ -110,7 +110,7 @@ class ReadingPermits:
         return permit
 
     def end(self, permit: ReadingPermit) -> None:
-        """Records that a part was read, or will not be read."""
+        """Records that a part was read, or won't be read."""
         if permit in self._waiting:
             self._waiting.remove(permit)
         else:

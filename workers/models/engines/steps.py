@@ -21,7 +21,8 @@ from workers.models.step_shares import StepRoom, StepShares
 CHUNKS_EVERY_S = 0.05
 """Interval between chunks, so that a text's readers get at most 20 events per second."""
 GATHER_S = 0.02
-"""Maximum wait after a first token for the step's other texts, whose tokens go in the same message.
+"""Maximum wait after a first token for the step's other texts, whose tokens go into the same
+message.
 """
 SPARE_EVERY_S = 0.5
 
@@ -91,7 +92,7 @@ class EngineSteps:
         self._step: dict[int, int] = {}
         """Tokens computed since the last charge, by slot."""
         self._steps = 1
-        """Number of steps in `_step`: more than 1 if tokens of several steps arrived together."""
+        """Number of steps in `_step`: more than 1 if tokens from several steps arrived together."""
         self._step_began_s = self._alive_s = time.monotonic()
         self._reported_s = self._spare_reported_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -158,7 +159,7 @@ class EngineSteps:
             raise ModelFailed(f"a text model can't process {type(item).__name__}")
         if self._engine.shares_with_all:
             item.owner = "*"
-        # A request's other choices cost what they would if they shared the prompt's slot.
+        # A request's additional choices cost what they would if they shared the prompt's slot.
         is_read = any(
             running.item.owner == item.owner and running.item.ids == item.ids
             for running in self._items.values()
@@ -209,7 +210,7 @@ class EngineSteps:
     def note_work(self, slot: int, tokens: int, steps: int) -> None:
         """Records an item's tokens that the engine has read or generated in a number of steps.
 
-        Each engine step computes each item once, so when an item comes up a second time, the
+        Each engine step computes every item once, so when an item comes up a second time, the
         previous step is over.
         """
         self._alive_s = time.monotonic()
@@ -269,7 +270,7 @@ class EngineSteps:
             return
         self._charge()
         if error is not None:
-            self._report_chunks()  # a result includes them, a failure does not
+            self._report_chunks()  # a result includes them, but a failure does not
             if not isinstance(error, Exception):
                 raise error
         del self._items[slot]
@@ -302,7 +303,7 @@ class EngineSteps:
             self._report(Chunks(0, chunks))
 
     def _report(self, message: StepMessage) -> None:
-        # Not immediately, because `admit`'s caller knows its items' slots only once it returns.
+        # Not immediately, because `admit`'s caller learns its items' slots only when it returns.
         self._loop.call_soon(self._deliver, message)
 
     def _deliver(self, message: StepMessage) -> None:

@@ -4,7 +4,7 @@ vLLM's dependencies conflict with ours, so its command runs in a separate enviro
 was written for version 0.32.
 
 Prompts are token IDs, and so are all replies. A stream reports the number of cached tokens only at
-its end, which a stopped text does not reach, so a separate complete reply reports it first.
+its end, which a stopped text never reaches, so a separate complete reply reports it first.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Some functions are compiled even with --enforce-eager, in which case log probabilities crashed
-the engine.
+"""Some functions are compiled even with --enforce-eager, which made log probabilities crash the
+engine.
 """
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NEUTRAL = {"n": 1, "stop": [], "min_tokens": 0, "ignore_eos": True, "return_token_ids": True}
 _SPACES = {"whitespace_flexible": False}
-"""No whitespace between the parts of JSON, because its llguidance (below 1.8) allows more than
+"""No whitespace between parts of the JSON, because vLLM's llguidance (below 1.8) allows more than
 WHITESPACE.
 """
 _MIN_TOP_P = 1e-6
@@ -179,7 +179,7 @@ class Vllm(EngineDialect):
             "logit_bias": {str(token): value for token, value in bias.items()},
             "allowed_token_ids": allowed,
             "seed": int(seed),
-            # `Writing` detects end tokens, and stop strings.
+            # `Writing` detects end tokens and stop strings.
             "stop_token_ids": sorted(self.vocabulary.ends),
             "logprobs": item.logprobs if item.logprobs >= 0 else None,
             "return_tokens_as_token_ids": True,
@@ -211,7 +211,7 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
 
 
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Returns options with the size of keys and values in fp32, which is the maximum.
+    """Returns options with the size of the keys and values in fp32, which is the maximum.
 
     Otherwise, vLLM requires a share of the whole machine to be free.
     """
@@ -234,7 +234,7 @@ def _visible_gpu(device: str) -> dict[str, str]:
     """Returns the variable that makes a server see only its own GPU.
 
     Args:
-        device: `cuda`, or `cuda:N`. N counts the GPUs that the worker sees.
+        device: `cuda`, or `cuda:N`. N counts only the GPUs that the worker sees.
     """
     number = int(device.partition(":")[2] or 0)
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -242,7 +242,7 @@ def _visible_gpu(device: str) -> dict[str, str]:
 
 
 def count_blocks(entry: Model) -> int:
-    """Returns the number of key and value blocks: room for the budget, plus one per text."""
+    """Returns the number of key and value blocks: enough for the budget, plus one per text."""
     items = min(entry.batch.max_items, entry.budget)
     return -(-entry.budget // BLOCK_TOKENS) + items + 1
 
@@ -348,7 +348,7 @@ def _rows_of(logprobs: _Logprobs) -> list[Chances | None]:
     """Returns each token's log probabilities. None for an echoed prompt's first token.
 
     Raises:
-        ModelFailed: they are not numbers; such values are null in JSON.
+        ModelFailed: they are not numbers, which JSON represents as null.
     """
     rows: list[Chances | None] = []
     for name, chance, top in zip(

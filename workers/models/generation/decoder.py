@@ -1,9 +1,9 @@
 """A transformers decoder on a device, with the keys and values of several generations.
 
-On a CPU, linear layers may have 4-bit weights, in groups that each have one scale and one offset. A
-single text's speed is limited by how fast weights are read from memory, so reading only a third as
-many bytes as in bf16 pays off. Many concurrent generations share each read of the weights, and are
-faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups that each have one scale and one offset.
+The speed of a single text is limited by how fast weights are read from memory, so reading only a
+third as many bytes as in bf16 pays off. Many concurrent generations share each read of the weights,
+so they are faster in bf16.
 
 The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that scales
 are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings.
@@ -11,7 +11,7 @@ The output layer gets 8 bits, with one scale per row, because its errors are err
 
 On a CPU, a Llama's forward pass uses few operators. A small operator takes at least a microsecond
 no matter how little it does, and transformers' own modules use about two thousand of them for one
-token. Here, one product returns queries, keys, and values, and another returns both halves of the
+token. Here, one product computes queries, keys, and values, and another computes both halves of the
 MLP.
 """
 
@@ -52,7 +52,7 @@ _BLOCK_ROWS = 16
 """torch's kernel requires a multiple of this number."""
 _STEPS = 15
 _MIDDLE = 8
-"""The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
+"""The offset that torch's kernel subtracts from a 4-bit number before scaling it."""
 _LARGEST = 127
 _TINY = 1e-9
 
@@ -67,12 +67,12 @@ _INT4 = "int4"
 
 
 def is_llama(model: torch.nn.Module) -> bool:
-    """Returns whether LlamaPass can run the model. Subclasses may differ from it."""
+    """Returns whether LlamaPass can run the model. Subclasses may behave differently."""
     return type(model) is LlamaForCausalLM
 
 
 def fuse_linear_layers(model: Any) -> None:
-    """Fuses layers that have the same input. transformers' results stay the same."""
+    """Fuses layers that have the same input, without changing transformers' results."""
     for layer in model.model.layers:
         _fuse(layer.self_attn, _ATTENTION_PARTS)
         _fuse(layer.mlp, _MLP_PARTS)
@@ -158,7 +158,7 @@ class _Norm:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.numel() > self._width:
             return rms_norm(hidden, self._shape, self._weight, self._epsilon)
-        # For a single token, computing the square root as a Python number saves five of eight
+        # For a single token, computing the square root as a Python number avoids five of eight
         # operators.
         length = vector_norm(hidden, dtype=torch.float32).item()
         scale = (length * length / self._width + self._epsilon) ** -0.5
@@ -183,7 +183,7 @@ class _Layer:
         turns: tuple[torch.Tensor, torch.Tensor, int],
         slots: SlotCache,
     ) -> torch.Tensor:
-        """Returns `hidden` [rows, tokens, width] plus its attention to the generations so far."""
+        """Returns `hidden` [rows, tokens, width] plus its attention over the generations so far."""
         rows, tokens, _ = hidden.shape
         cos, sin, half = turns
         attention = self._attention
@@ -264,7 +264,7 @@ class _Linear4(_RoundedLinear):
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
             numbers.to(torch.int32).view(weight.shape), 1
         )
-        # [groups, out, 2]: the scale, and the middle value.
+        # [groups, out, 2]: the scale and the middle value.
         scales = torch.cat([scale, low + _MIDDLE * scale], dim=-1)
         self._scales = scales.transpose(0, 1).contiguous().to(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Converts a GGUF file, once, to a folder like the ones on the Hugging Face Hub.
+"""Converts a GGUF file, once, to a folder like those on the Hugging Face Hub.
 
 For torch, its weights are converted to floats. Their precision doesn't change, because information
 lost in quantization can't be recovered. An engine reads the file itself, so the engine's folder has
@@ -69,7 +69,7 @@ def _make_folder(path: Path, cache_dir: Path, form: str) -> Path:
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    # The converting process has a different working directory.
+    # The converting process runs in a different working directory.
     folder = (
         cache_dir.resolve()
         / "gguf"
@@ -96,7 +96,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Renames the new folder. Another worker on this machine may have been faster."""
+    """Renames the new folder. Another worker on this machine may have gotten there first."""
     try:
         partial.rename(folder)
     except OSError:
@@ -112,7 +112,7 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             is_abandoned = leftover.stat().st_mtime < time.time() - 2 * MAX_S
         except OSError:
-            continue  # it has just been renamed, or another worker has removed it
+            continue  # the folder has just been renamed, or another worker has removed it
         if is_abandoned:
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -121,7 +121,7 @@ def _convert_apart(path: Path, folder: Path, form: str) -> None:
     """Converts a file in a separate process, because the I/O process never imports torch.
 
     That process exits along with this one, even if this one is killed, because its standard input
-    then closes.
+    is then closed.
     """
     words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder), form]
     root = Path(__file__).resolve().parents[3]
@@ -156,7 +156,7 @@ def convert(path: Path, folder: Path) -> None:
     options = {"gguf_file": path.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
-    # Otherwise transformers would refuse to save a quantized model.
+    # Otherwise, transformers would refuse to save a quantized model.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

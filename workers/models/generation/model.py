@@ -3,7 +3,7 @@
 A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and
 generates one token for each text whose prompt has been read. A long prompt therefore delays the
 others by only one part at a time. A step that generates a text's first token ends there, so that
-the token is sent immediately. The others continue in the next step.
+the token can be sent immediately. The others continue in the next step.
 
 If only one text is being generated, it may get several tokens in a step, all but the first of them
 guessed (`generation.lookup_tokens`). If there were others, each guessed token would take time away
@@ -13,8 +13,8 @@ The prefill order is round-robin across tenants.
 
 Guesses are prompt-lookup speculative decoding: a generation is expected to continue the way its
 prompt or its own output did earlier, after the same words. The model checks a guess in one pass,
-and drops tokens that it would not have generated. The text therefore does not change, and a
-generation that quotes takes fewer passes. Saxena, Prompt lookup decoding, 2023,
+and drops tokens that it would not have generated. The text is therefore unaffected, and a
+generation that quotes earlier text takes fewer passes. Saxena, Prompt lookup decoding, 2023,
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
@@ -53,15 +53,17 @@ class PromptLookup:
         self._longest = max_tokens
         self._now = min(_FIRST_GUESS_TOKENS, max_tokens)
         self._next: dict[tuple[int, ...], int] = {}
-        """The position where the generation last continued after these tokens."""
+        """The position from which the generation last continued after these tokens."""
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
-        """Returns likely tokens after `ids`, at most `room`. Empty if the end of `ids` is new.
+        """Returns up to `room` tokens that are likely to follow `ids`.
+
+        Empty if the end of `ids` has not occurred before.
 
         Args:
-            ids: all of the generation's tokens so far, which extend the last call's.
-            room: maximum number of useful tokens.
+            ids: all of the generation's tokens so far, starting with those from the previous call.
+            room: maximum number of tokens worth guessing.
         """
         for at in range(self._known, len(ids)):
             self._next[tuple(ids[at - _MATCHED_TOKENS : at])] = at
@@ -70,7 +72,7 @@ class PromptLookup:
         if position is None:
             return []
         period = len(ids) - position
-        # Past the end of the generated text, the guess repeats itself.
+        # Beyond the end of the generated text, the guess repeats itself.
         return [ids[position + offset % period] for offset in range(min(self._now, room))]
 
     def learn(self, guessed: int, right: int) -> None:
@@ -81,13 +83,13 @@ class PromptLookup:
 class PrefillOrder:
     """Owners take turns reading parts of their prompts. Each owner's prompts are read in order.
 
-    If prompts were read purely in order of arrival, a short prompt would wait for all of another
+    If prompts were read strictly in order of arrival, a short prompt would wait for all of another
     owner's long ones.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
-        """When each owner last read, counted in parts."""
+        """When each owner's prompt was last read, counted in parts."""
 
     def order(self, owners: Sequence[str]) -> list[int]:
         """Returns indices of `owners` in round-robin order."""
@@ -144,7 +146,7 @@ class _Generation:
         return min(limit, _ECHO_TOKENS) if self.echoes_logprobs else limit
 
     def guess(self, capacity: int) -> list[int]:
-        """Returns tokens that may come next, after the one that the model chooses."""
+        """Returns tokens that may follow the one that the model chooses next."""
         room = min(capacity - len(self.ids), self.item.max_tokens - len(self.writing.ids) - 1)
         return self.lookup.guess(self.ids, room)
 
@@ -232,7 +234,7 @@ class GenerationModel:
             generation.cached_tokens = generation.item.written_cached_tokens
 
     def step(self) -> StepEnd:
-        """Reads part of the prompts, and generates a token for each text with a complete prompt.
+        """Reads part of the prompts, and generates a token for each text whose prompt is complete.
 
         Raises:
             Exception: the model failed. All admitted generations are dropped.
@@ -257,7 +259,7 @@ class GenerationModel:
     def _read(self, end: StepEnd) -> bool:
         """Reads at most `chunk_tokens` prompt tokens. Owners take turns.
 
-        Returns whether a prompt was read to its end, so its generation has a first token.
+        Returns whether a prompt was read to its end, so that its generation has a first token.
         """
         tokens_left, has_first = self._chunk_tokens, False
         waiting = [
@@ -337,7 +339,7 @@ class GenerationModel:
     def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
         """Generates tokens as long as they match the guess, plus one more.
 
-        Returns False if the guess produces numbers that are not finite. The generation may still
+        Returns False if the guess produces numbers that aren't finite. The generation may still
         continue without a guess.
         """
         assert generation.row is not None, "this is a bug"
@@ -406,7 +408,7 @@ class GenerationModel:
     def interrupt(self, slot: int) -> TokenChunk | None:
         """Removes an admitted generation.
 
-        Its row keeps its contents until another generation gets it.
+        Its row keeps its contents until it is assigned to another generation.
         """
         chunk = self._generations[slot].chunk()
         self._leave(slot)

@@ -48,8 +48,8 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: the template, as in chat_template.jinja. tokens: texts of the tokens that templates
-            refer to, such as `bos_token`.
+        source: the template, as in chat_template.jinja. tokens: the texts of the tokens that
+            templates refer to, such as `bos_token`.
 
     Raises:
         ValueError: the source is not a valid template.
@@ -65,7 +65,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is invalid: {error}") from error
         self._tokens = tokens
         self.takes_tools = "tools" in find_undeclared_variables(self._environment.parse(source))
-        """False if the template omits tools, so that the model would not see them."""
+        """False if the template omits tools, in which case the model would not see them."""
 
     def render(
         self,
@@ -171,7 +171,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
-    """Returns roughly how long the result may be."""
+    """Returns an estimate of how long the result may be."""
     sizes = [
         len(operand) if isinstance(operand, str | list | tuple) else 0 for operand in (left, right)
     ]
@@ -232,7 +232,7 @@ def _to_json(
 class PromptPreparer:
     """Prepares GenerationInputs.
 
-    A caller's text never becomes a control token. `<|im_end|>` in a message is read as plain
+    A caller's text never becomes a control token. `<|im_end|>` in a message is read as ordinary
     characters.
 
     Raises:
@@ -360,7 +360,9 @@ class PromptPreparer:
         tools: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> str:
-        """Renders a conversation. If its last message is the assistant's, the text ends within it.
+        """Renders a conversation.
+
+        If the last message is the assistant's, the text ends partway through it.
 
         Raises:
             ValueError: the template rejects the messages, or can't leave the last one open.
@@ -453,7 +455,7 @@ class _Marks:
 
 
 def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
-    """Returns the template from chat_template.jinja, or else from tokenizer_config.json, if any."""
+    """Returns the template from chat_template.jinja or else tokenizer_config.json, if any."""
     config = vocabulary.read("tokenizer_config.json")
     path = vocabulary.folder / "chat_template.jinja"
     source = config.get("chat_template")

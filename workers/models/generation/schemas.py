@@ -5,9 +5,9 @@ that a list's items are unique, or that exactly one of several forms matches. Su
 accepted anyway. The rest of the schema is checked once the text is complete, and a text that
 violates it fails.
 
-A schema's size is limited, because all texts in a batch pay for it at each token. The work for the
-check is limited too, because it also delays them. If parts refer to others twice, level after
-level, checking even a small schema could take more than a day.
+A schema's size is limited, because every text in a batch pays for it at each token. The amount of
+checking is limited too, because it also delays the other texts. If parts of a schema refer to other
+parts twice, level after level, checking even a small schema could take more than a day.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ MAX_BYTES = 32 * 1024
 """The maximum size of the schema as JSON. A schema of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
 """The maximum length of a constant, a pattern or a name as written in JSON, where a control
-character counts as six. At this length, each token takes 2 ms, and at 60,000 it takes 35 ms.
+character counts as six. At this length, each token takes 2 ms; at a length of 60,000, it takes 35
+ms.
 """
 MAX_DEPTH = 100
 """Maximum nesting depth of objects and lists in a schema. The matcher supports 124."""
 MAX_MULTIPLES = 20_000
 """The maximum sum of all `multipleOf` values, ignoring decimal points and trailing zeros. A grammar
-has a state for each remainder, so its time and memory are proportional to the sum: this many take
-0.3 s, and a million take 28 s.
+has a state for each remainder, so its time and memory are proportional to the sum: a sum of this
+size takes 0.3 s, and one of a million takes 28 s.
 """
 MAX_EVALUATIONS = 100_000
 """Maximum evaluations of a schema's parts for one text, which take about 0.1 s."""
@@ -49,15 +50,14 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 _GRAMMAR_OPTIONS = "x-guidance"
-"""The field that llguidance reads its options from. In a caller's schema, it has no meaning."""
+"""The field that llguidance reads its options from. In a caller's schema, it has no effect."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _CALL = {"whitespace_pattern": " ?"}
-"""A tool call's JSON is not read by people, so it needs no line breaks, which a model may get stuck
-in.
+"""No one reads a tool call's JSON, so it doesn't need line breaks, which a model can get stuck in.
 """
 
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
-"""With one of these keywords, several numbers may apply to one value."""
+"""If a schema has one of these keywords, several numbers may apply to one value."""
 
 _TOO_MANY = (
     "checking text against it takes more than the maximum of "
@@ -100,12 +100,13 @@ def check_size(json_schema: str) -> None:
 
     Raises:
         ValueError: the schema, or a string or number in it, is too large or too deep, or the schema
-            is not JSON.
+            isn't JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
         raise ValueError(f"must be at most {MAX_BYTES} bytes, got {size_bytes}")
-    # Before parsing, because how deep Python's parser can go depends on the version and the stack.
+    # Done before parsing, because how deep Python's parser can go depends on the version and the
+    # stack.
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
         raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep, got {depth}")
@@ -151,7 +152,7 @@ class GrammarSchema(NamedTuple):
     """A schema in the form that the model follows.
 
     `followed` is the grammar's schema, as JSON. `checked` is the schema against which the complete
-    text is checked. It is empty if the grammar follows all of the schema.
+    text is checked. It is empty if the grammar follows the entire schema.
     """
 
     followed: str
@@ -187,7 +188,8 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         vocabulary.matcher(lenient)
     except ValueError as error:
         raise ValueError(_in_words(str(error))) from error
-    # For any text, each part is evaluated at least once. Its own parts may multiply that number.
+    # Each part is evaluated at least once for any text. The text's own parts may multiply that
+    # number.
     evaluations = _Evaluations(json.loads(plain))
     if any(evaluations.of(part, None) > MAX_EVALUATIONS for part in evaluations.schemas):
         raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")
@@ -250,7 +252,7 @@ def why_not_matched(text: str, schema: str) -> str:
 
 
 class _Part(NamedTuple):
-    """A part of a schema against which a value is checked, and how many times."""
+    """A part of a schema that a value is checked against, and how many times."""
 
     schema: Mapping[str, Any]
     value: Any
@@ -262,16 +264,16 @@ class _Part(NamedTuple):
 
 
 class _Evaluations:
-    """Limits how many evaluations of a schema's parts it takes to compare a value with the schema.
+    """Limits how many evaluations of a schema's parts it takes to check a value against the schema.
 
-    This assumes that no part is skipped, and that a reference refers to everything it may refer to,
-    so the count is never too low. Each part counts once for each path to it, but is visited only
-    once for each value.
+    This assumes that no part is skipped and that a reference refers to everything it might refer
+    to, so the count is never too low. Each part counts once for every path to it, but is visited
+    only once for each value.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schemas = list(_walk_schemas(schema))
-        """All of its parts that may be schemas."""
+        """All of the schema's parts that may themselves be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named_schemas: dict[str, list[Mapping[str, Any]]] = {}
         for part in self.schemas:
@@ -279,10 +281,15 @@ class _Evaluations:
                 if isinstance(name := part.get(keyword), str):
                     self._named_schemas.setdefault(_last_name(name), []).append(part)
         self._known: dict[tuple[int, int], int | None] = {}
-        """Evaluations, keyed by schema and value. None while they are being counted."""
+        """Evaluations, keyed by schema and value. None while the evaluations are still being
+        counted.
+        """
 
     def of(self, schema: Mapping[str, Any], value: Any) -> int:
-        """Returns the evaluations for a value. If over MAX_EVALUATIONS, counting stopped there."""
+        """Returns the evaluations for a value.
+
+        If the result exceeds MAX_EVALUATIONS, counting stopped there.
+        """
         waiting = [_Part(schema, value, 1)]
         while waiting:
             part = waiting[-1]
@@ -293,7 +300,7 @@ class _Evaluations:
             uncounted = [inner for inner in parts if self._known.get(inner.key) is None]
             is_endless = any(
                 inner.key in self._known for inner in uncounted
-            )  # it refers back to itself
+            )  # the schema refers back to itself
             if is_endless or max(len(parts), len(self._known)) >= MAX_EVALUATIONS:
                 return MAX_EVALUATIONS + 1
             if uncounted:
@@ -357,7 +364,7 @@ def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]
 def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     properties = _as_object(schema.get("properties"))
     patterns = _as_object(schema.get("patternProperties")).values()
-    # A name is compared with each pattern, even if any value is valid.
+    # A name is compared with every pattern, even if any value is valid.
     of_all = [pattern if isinstance(pattern, dict) else _ANYTHING for pattern in patterns]
     of_all += [part for keyword in _OF_VALUES if isinstance(part := schema.get(keyword), dict)]
     for name, inner in value.items():
@@ -384,7 +391,7 @@ def _as_object(value: Any) -> dict[str, Any]:
 
 
 def _last_name(name: str) -> str:
-    """Returns the end of a name, which relative and absolute names have in common."""
+    """Returns the last part of a name, which is the same for relative and absolute names."""
     return name.rstrip("#/").rpartition("/")[2]
 
 

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from shared.errors import ConfigurationError
 
 MIN_SHARED_TOKENS = 8
-"""Copying fewer tokens costs more than reading them."""
+"""Copying fewer tokens than this costs more than reading them."""
 
 ATTENTION = "penstock_slots"
 """The name of the attention below in transformers' AttentionInterface."""
@@ -31,7 +31,7 @@ _STEP_TOKENS = 64
 class KvRow:
     """A row, and the tokens whose keys and values it contains.
 
-    They remain after the generation leaves.
+    The tokens stay after the generation leaves.
     """
 
     number: int
@@ -68,7 +68,7 @@ class KvRows:
         )
         if shared < MIN_SHARED_TOKENS:
             return oldest, None, 0
-        # A much longer row may be useful to others again, so it is copied.
+        # A much longer row may be useful to others later, so it is copied.
         if not best.is_taken and (best is oldest or len(best.ids) <= 2 * shared):
             return best, None, shared
         target = oldest if oldest is not best else best
@@ -79,14 +79,14 @@ class KvRows:
         row.ids, row.owner, row.is_taken = list(ids), owner, True
 
     def free(self, row: KvRow) -> None:
-        """Frees a row. It keeps its tokens until it is assigned again."""
+        """Frees a row. The row keeps its tokens until it is assigned again."""
         row.is_taken = False
         row.freed = next(self._clock)
 
     def gather(self, rows: Sequence[KvRow]) -> Iterator[tuple[int, int, int]]:
         """Moves `rows` to the front. Yields each swap: two row numbers, and a number of tokens.
 
-        Each swap must be done immediately.
+        Each swap must be carried out immediately.
         """
         wanted = set(map(id, rows))
         targets = [target for target in range(len(rows)) if id(self.all[target]) not in wanted]
@@ -133,7 +133,8 @@ class ForwardPass:
         self.is_single = rows[1] - rows[0] == 1
         longest = int(starts.max()) + tokens  # waits for the device
         assert longest <= capacity, "a row is full; this is a bug"
-        # A single row needs no padding, and several rows use only a few different lengths.
+        # A single row needs no padding, and batches of several rows use only a few different
+        # lengths.
         padded = longest if self.is_single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
         self.length = min(padded, capacity)
         """How many tokens of each row are visible, including the new ones and any padding."""
@@ -216,11 +217,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         return 0
 
     def _room(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns zeros for all rows. Attention multiplies masked values by 0, but NaN persists."""
+        """Returns zeros for all rows.
+
+        Attention multiplies masked values by 0, but NaN values persist.
+        """
         shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
         if states.device.type != "cpu":
             return torch.zeros(shape, dtype=states.dtype, device=states.device)
-        # The system allocates this memory only once it is written to.
+        # The system allocates this memory only when it is written to.
         count = int(np.prod(shape)) * states.element_size()
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
@@ -267,7 +271,7 @@ def attend(
     rows, heads, tokens, width = query.shape
     groups = heads // key.shape[1]
     if tokens == 1:
-        # A group's heads are rows in one product, so keys are read once.
+        # A group's heads are rows in a single product, so keys are read only once.
         query = query.reshape(rows, key.shape[1], groups, width)
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

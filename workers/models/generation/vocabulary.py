@@ -17,8 +17,8 @@ from shared.errors import ConfigurationError
 
 WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
 """Whitespace between the parts of JSON: a line break with its indent, or up to two spaces.
-Otherwise, a model that repeats itself would write line after line until it ran out of tokens. A
-schema may specify a different pattern.
+Otherwise, a model that repeats itself would write line break after line break until it ran out of
+tokens. A schema may specify a different pattern.
 """
 _MATCHERS_KEPT = 64
 _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
@@ -122,7 +122,8 @@ class Vocabulary:
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         data: bytes = self._grammar_tokens.decode_bytes([token])
-        # The library marks control tokens with this byte, and mistakes the byte itself for one.
+        # The library marks control tokens with this byte, and mistakes the byte itself for a
+        # control token.
         return b"\xff" if not data and token in self._byte_ff else data
 
     def read_shown_bytes(self, token: int) -> bytes:
@@ -135,7 +136,7 @@ class Vocabulary:
 
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
-        """Returns a mask of the tokens that start with a digit, [size] bool."""
+        """Returns a mask of the tokens that start with any digit, [size] bool."""
         return np.array([self.token_bytes(token)[:1].isdigit() for token in range(self.size)])
 
     @cached_property

@@ -1,10 +1,10 @@
 """One item's output: chooses the next token from logits, and decides when the text ends.
 
-It finds where a text stops, and how much of the text readers may see before that is known. It also
-limits the length of a number at the end of unfinished JSON.
+It determines where a text stops, and how much of the text readers may see before that is known. It
+also limits the length of a number at the end of unfinished JSON.
 
 Randomness depends only on the item's seed and the token's position, so an item gets the same random
-numbers on its own, together with others, and on a worker that resumes it.
+numbers on its own, together with others, and on any worker that resumes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IdArray = npt.NDArray[np.int64]
 Row = npt.NDArray[np.float32]
 """One number per token in the vocabulary."""
 _FIRST_TRY = 64
-"""Number of tokens to sort first for top_p. This is usually enough."""
+"""Number of tokens to sort first when applying top_p. This is usually enough."""
 
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON doesn't have. OpenAI's API shows the same number:
@@ -36,7 +36,9 @@ https://platform.openai.com/docs/api-reference/chat/object
 """
 NO_NUMBERS = "the model produced invalid numbers for this text"
 MAX_DIGITS = 20
-"""A double has 17 digits. A repetitive model would write digits until its tokens run out."""
+"""A double has 17 digits. A repetitive model would otherwise write digits until it runs out of
+tokens.
+"""
 _IN_NUMBERS = frozenset("+-.eE")
 
 IDS = np.dtype("<u4")
@@ -90,8 +92,8 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
-    # Smaller temperatures overflow. At this temperature, a difference of 1e-3 in logits is already
-    # decisive, as with 0.
+    # Smaller temperatures overflow. At this temperature, a difference of 1e-3 in logits already
+    # decides the choice, as with 0.
     temperature = max(item.temperature, 1e-5)
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     tokens = _top_k(scaled, item.top_k)
@@ -102,8 +104,8 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     if item.min_p > 0:
         weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
-    # A token with zero weight is never chosen, because its sum does not exceed the previous
-    # token's.
+    # A token with zero weight is never chosen, because its cumulative sum does not exceed the
+    # previous token's.
     at = int(np.searchsorted(sums, uniform(item.seed, position) * sums[-1], side="right"))
     at = min(at, int(np.flatnonzero(weights)[-1]))
     return at if tokens is None else int(tokens[at])
@@ -162,7 +164,7 @@ class NumberLength:
 
     @property
     def is_full(self) -> bool:
-        """True if the number at the end should not get more digits."""
+        """True if the number at the end should not get any more digits."""
         return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
@@ -186,15 +188,16 @@ class StopFinder:
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def find(self, text: str, known: int) -> tuple[int, str] | None:
-        """Returns where the first stop sequence starts, with that sequence, or None.
+        """Returns the position of the first stop sequence and the sequence itself, or None.
 
         Args:
             text: all of the text so far.
-            known: number of characters at the start that contain no complete stop sequence.
+            known: number of characters at the start that are known to contain no complete stop
+                sequence.
         """
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
-        # If two start there, the shorter one was complete first.
+        # If two sequences start there, the shorter one was complete first.
         return min(starts, default=None)
 
     def visible(self, text: str) -> int:
@@ -270,7 +273,7 @@ class Writing:
         """Processes the prompt's log probabilities.
 
         Args:
-            logits: float32 [tokens, vocabulary], from which the tokens follow.
+            logits: float32 [tokens, vocabulary], one row for each token to predict.
             tokens: the prompt's next tokens.
         """
         for row, token in zip(logits, tokens, strict=True):
@@ -345,7 +348,10 @@ class Writing:
         return np.isfinite(self._mask_disallowed(np.zeros(self._vocabulary.size, np.float32)))
 
     def _without_digits(self, allowed: Row) -> Row:
-        """Masks digits to end a long number. If it can't end yet (0.000 above 0), masks zeros."""
+        """Masks digits to end a long number.
+
+        If the number can't end yet (0.000 above 0), masks zeros.
+        """
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
             masked: Row = np.where(unwanted, np.float32(-np.inf), allowed)
             if np.isfinite(masked.max()):
@@ -384,7 +390,7 @@ class Writing:
             self.finish = "stop"
 
     def end(self) -> None:
-        """Ends the text here, because an engine recognizes additional tokens that end a text.
+        """Ends the text here, because an engine recognizes additional end-of-text tokens.
 
         Raises:
             SchemaNotMatched: the text does not match the schema.

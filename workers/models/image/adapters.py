@@ -29,7 +29,7 @@ PARTS = ("unet", "text_encoder", "text_encoder_2")
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 16
 """Maximum tensors per model layer. Two weights and an alpha are typical. diffusers' name conversion
-is quadratic, so a header full of names would take half an hour, with every step waiting for it.
+is quadratic, so a header full of names could take half an hour, with every step waiting for it.
 """
 MAX_PATTERNS = 4096
 """Maximum alpha patterns in the PEFT settings. Each pattern is compared with every layer."""
@@ -38,7 +38,7 @@ MAX_SETTINGS_CHARS = 1024 * 1024
 MAX_DIMENSIONS = 8
 """Maximum dimensions per tensor.
 
-Weights have at most four. Torch itself raises an error above 64.
+Weights have at most four dimensions. Torch itself raises an error above 64.
 """
 MAX_ALPHA = sys.float_info.max
 """Maximum alpha. JSON allows integers that don't fit in a float."""
@@ -58,8 +58,8 @@ _REFUSED = {
 _FORMAT = "its file is not safetensors, which is the only supported format"
 _MAX_REASON_CHARS = 200
 _TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8")
-"""Supported number types, by their names in headers. Other types have no torch dtype, or make no
-sense as weights.
+"""Supported number types, by the names used for them in headers. Other types have no torch dtype,
+or make no sense as weights.
 """
 _TEXT_LAYERS = {
     "to_q_lora": "q_proj",
@@ -73,7 +73,7 @@ _UNET_LAYERS = {
     "to_v_lora": "to_v",
     "to_out_lora": "to_out.0",
 }
-"""Older names for text encoder layers and for attention in UNets."""
+"""Older names for text encoder layers, and for attention in UNets."""
 
 
 class WrongAdapter(Exception):
@@ -104,8 +104,8 @@ class AdapterFile:
     """An adapter file and its required properties.
 
     `name`: the name in the catalog, or the digest. `find`: returns the file, downloading it first
-    if necessary. `digest`: the file's expected digest, or None to accept any. `is_callers`: True if
-    a caller specified it by URL.
+    if necessary. `digest`: the file's expected digest, or None to accept any file. `is_callers`:
+    True if a caller specified it by URL.
     """
 
     name: str
@@ -117,7 +117,7 @@ class AdapterFile:
     def make_internal_error(self, reason: str, detail: str = "") -> ModelFailed:
         """Returns an internal error.
 
-        Callers see the name and the reason; the log also contains the detail.
+        Callers see the name and the reason, while the log also contains the detail.
         """
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
@@ -135,7 +135,7 @@ def read_adapter(
     modules: Mapping[str, LowRankModule],
     limit_bytes: int,
 ) -> LoadedAdapter:
-    """Reads an adapter into memory, in the UNet's dtype. It may take a long time.
+    """Reads an adapter into memory, in the UNet's dtype. This may take a long time.
 
     Args:
         pipeline: diffusers pipeline, whose class knows the formats.
@@ -182,7 +182,7 @@ def _find_file(adapter: AdapterFile) -> Path:
 
 
 def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
-    """Checks that a copy matches the bytes the API fetched, before blaming the caller."""
+    """Checks that a copy matches the bytes that the API fetched, before blaming the caller."""
     if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
         # The next attempt creates a new copy.
         Path(file.name).unlink(missing_ok=True)
@@ -323,8 +323,8 @@ def _as_peft(part: str, own: State, module: LowRankModule) -> State:
         if part == "unet":
             is_named = "lora_A" in next(iter(own))
             return own if is_named else formats.convert_unet_state_dict_to_peft(own)
-        # If no type is given, diffusers recognizes the older form by one layer, which some files
-        # lack.
+        # If no type is given, diffusers recognizes the older format by a single layer, which some
+        # files lack.
         is_old = any(old in name for name in own for old in _TEXT_LAYERS)
         kind = formats.StateDictType.DIFFUSERS_OLD if is_old else None
         own = formats.convert_state_dict_to_diffusers(own, original_type=kind)
@@ -365,7 +365,7 @@ class _Scaling:
     """The alpha / rank factors of one part's layers.
 
     Args:
-        alphas: values in kohya's files, by PART.LAYER.alpha.
+        alphas: alpha values from kohya files, keyed by PART.LAYER.alpha.
         settings: PEFT settings, with keys like PART.NAME.
     """
 
@@ -403,7 +403,7 @@ class _Scaling:
 
 
 def _layer_of(part: str, alpha_name: str) -> str:
-    """Returns the layer to which an alpha belongs, as named by diffusers' conversion."""
+    """Returns the layer that an alpha belongs to, as named by diffusers' conversion."""
     name = alpha_name.removeprefix(f"{part}.").removesuffix(".alpha").removeprefix("text_model.")
     name = name.partition(".down.")[0].removesuffix(".lora_linear_layer")
     head, _, last = name.rpartition(".")
@@ -418,7 +418,7 @@ def _pack_layers(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdap
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
-    # Such a number turns the image black, or breaks other rows in its batch.
+    # Such a number would turn the image black or break other rows in its batch.
     if not torch.isfinite(flat).all():
         raise WrongAdapter(f"it has numbers that are not finite in {dtype}")
     if torch.cuda.is_available():

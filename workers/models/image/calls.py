@@ -1,8 +1,8 @@
 """Calls to shared modules: which ones can share a batch, and how they are joined and split.
 
 Tensors whose first dimension equals the call's row count are concatenated along it. Everything else
-must be identical in all calls in a batch. A timestep with one element becomes one per row, because
-schedulers differ in its type and shape and could not share batches otherwise.
+must be the same for all calls in a batch. A one-element timestep is expanded to one per row,
+because schedulers differ in its type and shape and otherwise could not share batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LIMIT_DIGESTS = 64
 
 
 class UnsplittableError(Exception):
-    """The joined calls' results contain something that can't be split by rows."""
+    """The joined calls' results contain something that can't be split by row."""
 
 
 class Digests:
@@ -72,7 +72,7 @@ class Part:
         self.constants: set[str] = set()
         """Argument positions where calls had tensors whose first dimension was not the row count.
 
-        A match in another call is a coincidence.
+        A match in another call is just a coincidence.
         """
         # A compiled module has its own `forward`, which hides the parameter names.
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
@@ -105,7 +105,7 @@ class Call:
     """A call waiting for its results.
 
     Args:
-        owner: the item, which the code that runs the call may query.
+        owner: the item, which the code that runs the call can query.
     """
 
     __slots__ = (
@@ -148,7 +148,7 @@ class Call:
         self.key: Hashable = (id(part), self.is_listed, tuple(sorted(kinds.items())))
 
     def _mark_constants(self, value: Any, place: str) -> None:
-        """Notes which tensors are constant, for this call and for later calls of the part."""
+        """Notes which tensors are constant, for this call and for the part's later calls."""
         if isinstance(value, torch.Tensor):
             if value.dim() and value.shape[0] != self.rows:
                 self.part.constants.add(place)
@@ -162,7 +162,7 @@ class Call:
                 self._mark_constants(element, f"{place}.{at}")
 
     def _kind(self, value: Any, digests: Digests) -> Hashable:
-        """Returns the properties that must match for two values to be joined."""
+        """Returns the properties that must match before two values can be joined."""
         if isinstance(value, torch.Tensor):
             if self.has_rows(value):
                 return value.dtype, tuple(value.shape[1:])
@@ -193,7 +193,10 @@ class Call:
         )
 
     def last_rows(self, count: int) -> None:
-        """Keeps only the last `count` rows. The key stays: it doesn't depend on the rows."""
+        """Keeps only the last `count` rows.
+
+        The key stays the same, because it doesn't depend on the rows.
+        """
         self.values = {name: self._last_rows(value, count) for name, value in self.values.items()}
         self.rows = count
 
@@ -231,7 +234,7 @@ class Batch:
 
     calls: Sequence[Call]
     every: Sequence[Call]
-    """The calls, followed by the last call again for each row of padding up to a compiled size."""
+    """The calls, with the last one repeated for each row of padding up to a compiled size."""
     values: dict[str, Any]
 
     @property
@@ -241,7 +244,7 @@ class Batch:
 
     @property
     def row_calls(self) -> list[Call]:
-        """For each of the batch's rows, the call to which it belongs."""
+        """For each row in the batch, the call that it belongs to."""
         return [call for call in self.every for _ in range(call.rows)]
 
 
@@ -307,7 +310,10 @@ def split(output: Any, batch: Batch) -> list[Any]:
 
 
 class _Rows(NamedTuple):
-    """The rows of a batch with `rows` rows. `is_listed`: lists have one tensor per row."""
+    """The rows of a batch that has `rows` rows in total.
+
+    `is_listed`: True if lists have one tensor per row.
+    """
 
     begin: int
     end: int
@@ -333,7 +339,7 @@ def _cut(value: Any, of: _Rows) -> Any:
     if of.is_listed and isinstance(value, list) and len(value) == of.rows:
         return value[of.begin : of.end]
     if isinstance(value, Mapping):
-        # Both libraries return mappings that are constructed by keyword.
+        # Both libraries return mappings that are constructed with keyword arguments.
         changed = {name: _cut(element, of) for name, element in value.items()}
         return type(value)(**changed) if is_dataclass(value) else changed
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -346,6 +352,6 @@ def _cut(value: Any, of: _Rows) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Cache):
-        # Text encoders return keys and values for all rows, which no pipeline needs.
+        # Text encoders return keys and values for all rows, but no pipeline needs them.
         return None
     raise UnsplittableError(type(value).__name__)

@@ -4,7 +4,7 @@ Compiles (and on a GPU records CUDA graphs) only during warm-up. A batch of equa
 into compiled batch sizes at the lowest cost.
 
 A graph always writes its result to the same memory, so results are copied. A graph requires its
-inputs to have one layout and type, so they are converted.
+inputs to have a specific layout and type, so they are converted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """Returns how many images to draw in each call so that `count` images cost the least.
+    """Returns how many images to draw per call so that drawing `count` images costs the least.
 
     The last call may be larger than needed, if padding costs less than another call.
 
@@ -51,7 +51,7 @@ def keep_compiled_in(folder: Path) -> None:
     TORCHINDUCTOR_CACHE_DIR takes precedence. If the folder can't be created, torch uses a temporary
     folder.
     """
-    # Importing diffusers has set the variable to its default.
+    # Importing diffusers has already set the variable to its default.
     if cache_dir() != default_cache_dir():
         return
     with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def keep_compiled_in(folder: Path) -> None:
 
 
 def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
-    """Within this context, new shapes run eagerly instead of compiling for minutes."""
+    """Within this context, new shapes run eagerly instead of taking minutes to compile."""
     stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance(
         "eager_on_recompile"
     )
@@ -75,10 +75,11 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
             which from now on processes images one at a time.
         shapes: number of shapes used with each part during warm-up.
     """
-    # Each shape is a recompilation. Dynamo's limit covers all models in the process.
+    # Each new shape requires a recompilation. Dynamo's limit applies to all models in the process.
     torch._dynamo.config.recompile_limit += shapes
     denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
-    # One image at a time means one shape for all batches, and one image fills a GPU here.
+    # Processing one image at a time means one shape for all batches, and one image fills a GPU
+    # here.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
         part.forward = _graph_of(_compile(part.forward, vae.device, backend))
@@ -92,7 +93,7 @@ def _compile(forward: Callable[..., Any], device: torch.device, backend: str) ->
 
 def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
-        # The graphs may overwrite the last result, because it was copied.
+        # The graphs may overwrite the last result, because it has been copied.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         uniform = {name: _uniform(value) for name, value in named.items()}
         return _copy(compiled(*map(_uniform, inputs), **uniform))

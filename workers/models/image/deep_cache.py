@@ -4,7 +4,7 @@ Features in the middle of a UNet change little from step to step. At one step in
 `cache_interval`, the whole UNet runs, and the input to its last layers is kept for each image. At
 the steps in between, only the first and last layers run, around those features. Each image counts
 its own steps, so images that joined at different steps have separate features, and no image depends
-on the other images in its batch.
+on any other image in its batch.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class DeepCache:
     def _first_layers(
         self, sample: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Returns the skip connections to the last layers; the first layer's comes last."""
+        """Returns the skip connections to the last layers, with the first layer's last."""
         hidden = self._unet.conv_in(
             2 * sample - 1.0 if self._unet.config.center_input_sample else sample
         )

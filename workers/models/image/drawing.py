@@ -23,8 +23,8 @@ _NO_NEGATIVE: dict[str | None, str] = {"true_cfg_scale": " "}
 negative prompt, and their documentation uses a space.
 """
 _OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
-"""Makes pipelines draw at the item's size. Otherwise, some pick the nearest size from a list, with
-more pixels than the item is charged for.
+"""Makes pipelines draw at the item's size. Otherwise, some pick the nearest size from a list, which
+may have more pixels than the item is charged for.
 """
 _FOUR_CHANNELS = 4
 """Channels of the latents and the UNet in Stable Diffusion's inpainting pipelines."""
@@ -103,7 +103,7 @@ class Drawing:
         if guidance is not None:
             arguments[guidance] = item.guidance_scale
         if item.source is not None and item.strength is None:
-            # Editing pipelines look at the image's size.
+            # Editing pipelines check the image's size.
             size = item.width, item.height
             arguments |= {"image": Image.frombytes("RGB", size, item.source), "strength": 1.0}
         elif item.source is not None:
@@ -123,9 +123,9 @@ class Drawing:
 
 
 def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
-    """Returns a mask, [1, 1, height, …]. A latent's whole pixel square is 1 if any pixel in it is.
+    """Returns a mask, [1, 1, height, …]. A latent's entire pixel square is 1 if any pixel in it is.
 
-    Pipelines sample the nearest pixel for each latent, so thin masks would vanish.
+    Pipelines sample the nearest pixel for each latent, so thin masks would otherwise vanish.
     """
     pixels = torch.frombuffer(bytearray(item.mask or b""), dtype=torch.uint8)
     mask = (pixels > 0).float().view(1, 1, item.height, item.width)

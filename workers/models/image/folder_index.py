@@ -1,6 +1,6 @@
 """Reads the pipeline description in a folder.
 
-Imports no model library, because the I/O process uses it too.
+It doesn't import any model library, because the I/O process uses it too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FolderIndex(NamedTuple):
     rounds_up: bool
     """True if image-to-image rounds a fractional step up, as diffusers does for transformers.
 
-    For UNets it rounds down.
+    For UNets, it rounds down.
     """
 
 

@@ -3,14 +3,14 @@
 A ControlNet conditions the UNet on a map, such as edges or depth (Zhang et al. 2023,
 https://arxiv.org/abs/2302.05543). Before each UNet call, an image calls its ControlNets through the
 hub, which joins the calls of all images. Their results are multiplied by their scales and added up.
-In a UNet call, images without a ControlNet get zeros if other images have one.
+In a UNet call, images without a ControlNet get zeros if any other images have one.
 
 An IP-Adapter adds a reference image to the prompt, and each of the UNet's cross-attention layers
 attends to it too (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to
 a few tokens. Each layer attends to these tokens with the adapter's keys and values, and adds
 `scale` times the result to its result for the prompt. One UNet call can mix images with and without
 an adapter, different adapters, and different reference images. Hooks on the layers add to the rows
-with an adapter. Other rows' results stay bit-for-bit the same.
+with an adapter. The results for other rows stay bit-for-bit the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SHAPES = (
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the cache of reference images.
 
-In 16 bits it holds 5,400 reference images for Stable Diffusion 1.5, or 2,000 for SDXL.
+In 16 bits, it holds 5,400 reference images for Stable Diffusion 1.5, or 2,000 for SDXL.
 """
 _PROJECTION, _LAYERS = "image_proj.", "ip_adapter."
 _KEY, _VALUE = ".to_k_ip.weight", ".to_v_ip.weight"
@@ -83,7 +83,7 @@ class ControlStart:
         # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
         if not own.scale or step / steps < own.start or (step + 1) / steps > own.end:
             return None
-        # A UNet trained with masks gets them after the latents.
+        # For a UNet trained with masks, the masks follow the latents.
         sample = values["sample"][:, : self.net.config.in_channels]
         down, middle = self.net(
             sample,
@@ -99,7 +99,7 @@ class ControlStart:
 def add_up(
     controls: Sequence[ControlStart], values: Mapping[str, Any], step: int, steps: int
 ) -> Sequence[torch.Tensor]:
-    """Adds up all ControlNets' residuals for a UNet call, in the form of ControlStart.compute.
+    """Adds up all ControlNets' residuals for a UNet call, in ControlStart.compute's format.
 
     Returns:
         An empty sequence if none of them adds anything.
@@ -222,7 +222,7 @@ class IpAdapterStart:
 
     name: str
     tokens: torch.Tensor
-    """Tokens for the negative prompt, then tokens for the prompt, [2, tokens, width]."""
+    """Tokens for the negative prompt, followed by tokens for the prompt, [2, tokens, width]."""
     scale: float
 
 
@@ -259,7 +259,7 @@ class IpAdapters:
         for name, adapter_files in files.items():
             self._adapters[name] = loader.load(f"image.ip_adapters.{name}", adapter_files)
         for number, layer in enumerate(loader.layers):
-            # Adapters (LoRA) change the queries first, because their hooks come first.
+            # Adapters (LoRA) change the queries first, because their hooks run first.
             layer.to_q.register_forward_hook(self._take_queries)
             layer.to_out[0].register_forward_pre_hook(self._adding(number, layer.heads))
 
@@ -347,7 +347,8 @@ class _Batch:
                 _by_head(keys, heads),
                 _by_head(values, heads),
             )
-            # In fp32, which is also how a Python number times a 16-bit tensor is computed.
+            # In fp32, because the product of a Python number and a 16-bit tensor is also computed
+            # that way.
             scaled = (row.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
             whole = attended.index_select(0, row.where) + scaled
             attended = attended.index_copy(0, row.where, whole)
@@ -368,7 +369,7 @@ def _as_clip_takes(seen: bytes, side_px: int) -> torch.Tensor:
 
 
 def _cross_attentions(unet: Any) -> list[Any]:
-    """Returns the layers that attend to the prompt, in the order of their numbers in files."""
+    """Returns the layers that attend to the prompt, in the order in which files number them."""
     names = [name for name in unet.attn_processors if not name.endswith("attn1.processor")]
     return [unet.get_submodule(name.removesuffix(".processor")) for name in names]
 
@@ -378,7 +379,7 @@ class _WrongFileError(Exception):
 
 
 class _Loader:
-    """Loads a UNet's IP-Adapters. Those with the same image encoder share it."""
+    """Loads a UNet's IP-Adapters. Adapters with the same image encoder share it."""
 
     def __init__(self, unet: Any, device: torch.device, dtype: torch.dtype) -> None:
         self.layers = _cross_attentions(unet)
@@ -461,7 +462,7 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
 
 def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns each layer's keys and values."""
-    # The numbering includes layers that attend to the image itself.
+    # The numbering also includes layers that attend to the image itself.
     names = [str(2 * number + 1) for number in range(len(layers))]
     known = {name + kind for name in names for kind in (_KEY, _VALUE)}
     if other := sorted(own.keys() ^ known):

@@ -32,7 +32,7 @@ PYTHON_LIMIT_S = 60.0
 MAX_CALLS = 64
 """Maximum encoder calls an item makes per step before the other items get their turn."""
 RECOVERS_AFTER = 64
-"""Number of batches without a memory shortage before a larger one is tried again."""
+"""Number of batches without running out of memory before a larger one is tried again."""
 MAX_LIMITS = 256
 """Maximum number of call kinds whose limits are remembered."""
 
@@ -65,7 +65,7 @@ class Batching:
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
         """Returns how many of these calls to run at a time.
 
-        All of the calls have the same key. The numbers add up to the number of calls.
+        All of the calls must have the same key. The numbers add up to the number of calls.
         """
         return [len(calls)]
 
@@ -84,7 +84,7 @@ class Run:
 
     Args:
         draw: runs the pipeline. Its return value is the item's result.
-        owner: the owner assigned to its calls.
+        owner: the owner assigned to the item's calls.
     """
 
     def __init__(self, hub: Hub, name: int, draw: Callable[[], Any], owner: Any) -> None:
@@ -161,7 +161,7 @@ class Hub:
             self.end(run)
 
     def set_aside(self, name: int) -> Run:
-        """Removes an item at the call it is waiting for. Its pipeline keeps its state."""
+        """Removes an item while it is waiting for a call. Its pipeline keeps its state."""
         return self._runs.pop(name)
 
     def put_back(self, name: int, run: Run) -> None:
@@ -292,7 +292,7 @@ class Hub:
         _set_autocast(run.autocast)
         self._watchdog.begin()
         try:
-            # A pipeline that continues anyway is abandoned.
+            # A pipeline that keeps running anyway is abandoned.
             with contextlib.suppress(Exception, SystemExit):
                 run.greenlet.throw()
         finally:
@@ -334,7 +334,7 @@ class _RowLimits:
         yield part
 
     def lower(self, calls: Sequence[Call]) -> None:
-        """Halves the limit, because this many rows didn't fit."""
+        """Halves the limit, because this many rows did not fit in memory."""
         if len(self._rows) >= MAX_LIMITS:
             self._rows.clear()
         self._rows[calls[0].key] = max(1, sum(call.rows for call in calls) // 2)
@@ -371,7 +371,7 @@ class _Watchdog:
     def begin(self) -> None:
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
-        # A forked process doesn't have its parent's thread.
+        # A forked process doesn't inherit its parent's thread.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()

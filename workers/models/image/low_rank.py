@@ -57,7 +57,7 @@ class LowRankModule:
         """Prepares the named layers for low-rank ones. Takes negligible time."""
         for name in set(names) - self._hooked_names:
             self._hooked_names.add(name)
-            # The first of the hooks, so that other hooks see the sum.
+            # It must be the first of the hooks, so that other hooks see the sum.
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
@@ -149,7 +149,7 @@ def _convolve(
 ) -> torch.Tensor:
     """Returns a convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
 
-    Computed adapter by adapter, because few adapters have convolutions, and their kernels can't be
+    Computed adapter by adapter, because few adapters have convolutions and their kernels can't be
     stacked.
     """
     adapted = output.clone()

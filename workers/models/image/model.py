@@ -59,13 +59,13 @@ from workers.models.kernel_store import KernelStore
 
 _NEEDS_UNET = "adapters require a Stable Diffusion or Stable Diffusion XL pipeline"
 WARMUP_LIMIT_S = 100.0
-"""Time after which no further size is started.
+"""Time limit after which no further size is started.
 
 Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
-"""Maximum pixels in an image that is encoded without a thread. Encoding its PNG takes under a
+"""Maximum pixels in an image that is encoded without using a thread. Encoding its PNG takes under a
 millisecond.
 """
 _PNG_THREADS = 4
@@ -88,7 +88,7 @@ class ImageModel:
     """Draws images prepared by ImagePreparer, using a diffusers pipeline.
 
     Images join between steps and leave when they are done (see SteppedModel). Batches whose images
-    all start at once are drawn the same way.
+    all start at the same time are drawn the same way.
     """
 
     device_name = ""
@@ -133,7 +133,7 @@ class ImageModel:
         self._pipelines = loaded.with_images_of(self._can_draw)
 
     def use(self, entry: Model, *, is_trial: bool = False) -> None:
-        """Prepares to draw as specified in an entry that has the same source.
+        """Prepares to draw as specified in a catalog entry that has the same source.
 
         Args:
             is_trial: True if the warm-up skips interface tasks that fail.
@@ -262,7 +262,7 @@ class ImageModel:
             self._kernels.keep()
 
     def _try_other_tasks(self) -> None:
-        """Draws from an image and within a mask. Leaves out pipelines that fail."""
+        """Draws from an image and within a mask. Omits pipelines that fail."""
         for mode in list(self._pipelines.by_mode)[1:]:
             pipeline = self._pipelines.by_mode[mode]
             try:
@@ -280,8 +280,7 @@ class ImageModel:
     def _find_out_if_alone(self) -> None:
         """Draws the first step of some images and checks what their pipeline changed.
 
-        One image has a different row count, which shows the hub which tensors vary with the row
-        count.
+        One image has a different row count, which shows the hub which tensors vary with that count.
         """
         pipeline = self._main
         before, changes = state_of(pipeline), False
@@ -367,7 +366,7 @@ class ImageModel:
         return [outcomes[slot] for slot in range(len(batch))]
 
     def admit(self, slot: int, item: PreparedItem) -> None:
-        """Admits an item. It starts at the next step, or once its adapter is loaded."""
+        """Admits an item. The item starts at the next step, or once its adapter is loaded."""
         assert isinstance(item, PreparedImage), "the item is not an image; this is a bug"
         if (refusal := self._options.refusal(item)) is not None:
             raise refusal
@@ -387,15 +386,15 @@ class ImageModel:
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
-        # Their files are encoded on threads, which takes no time away from the step.
+        # Their files are encoded on threads, which doesn't take any time away from the step.
         end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self._forbid_compiling():
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # Once others have left, there may be room for it. If even the oldest doesn't fit, it
-            # fails.
+            # Once others have left, there may be room for it. If even the oldest one doesn't fit,
+            # it fails.
             if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:
@@ -403,7 +402,10 @@ class ImageModel:
         return end
 
     def _end_waits(self, end: StepEnd) -> None:
-        """Starts items whose adapters are now loaded. Fails items whose adapters did not load."""
+        """Starts items whose adapters are now loaded.
+
+        Fails items whose adapters could not be loaded.
+        """
         in_use = {drawing.item.adapter for drawing in self._drawings.values()}
         for slot, item in self.adapters.take_ready(in_use):
             try:
@@ -426,7 +428,7 @@ class ImageModel:
         return {}
 
     def _forbid_compiling(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, nothing is compiled once the warm-up is over."""
+        """Within this context, nothing is compiled once warm-up is over."""
         if self._is_warm and self._plan.is_compiled:
             return only_what_is_compiled()
         return contextlib.nullcontext()
@@ -459,11 +461,11 @@ class ImageModel:
     def interrupt(self, slot: int) -> None:
         """Sets an image aside. If an identical item is admitted later, it resumes there.
 
-        Together, set-aside images take up at most one batch's budget. To make room, the oldest
+        In total, set-aside images take up at most one batch's budget. To make room, the oldest
         images are dropped and have to start over.
         """
         if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
-            self.drop(slot)  # it would leave shared modules changed, or has nothing yet
+            self.drop(slot)  # it would leave shared modules modified, or has produced nothing yet
             return
         if (drawing := self._drawings.pop(slot, None)) is not None:
             self._aside.append(_Aside(drawing.item, drawing, self._hub.set_aside(slot)))
@@ -473,7 +475,7 @@ class ImageModel:
         self._end_aside(self.entry.budget, self.entry.batch.max_items)
 
     def _end_aside(self, room: int = 0, count: int = 0) -> bool:
-        """Drops set-aside images, oldest first, until the others have room.
+        """Drops set-aside images, oldest first, until the remaining ones fit.
 
         Returns:
             False if no image had to be dropped.
@@ -544,7 +546,7 @@ class ImageModel:
             done: Future[Result | PenstockError] = Future()
             done.set_result(finish())
             return done
-        # A forked process doesn't have its parent's threads.
+        # A forked process doesn't inherit its parent's threads.
         if self._png_threads is None or self._png_threads[0] != os.getpid():
             self._png_threads = os.getpid(), ThreadPoolExecutor(_PNG_THREADS, "png")
         return self._png_threads[1].submit(finish)
@@ -559,7 +561,8 @@ class ImageModel:
             self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
         ):
             return type(self._own_scheduler).from_config(config)
-        # Some iterate over every training timestep when created: dpm2 takes half a second.
+        # Some iterate over every training timestep when created, which takes half a second for
+        # dpm2.
         if name not in self._unused_schedulers:
             choice = SCHEDULERS[name]
             kind = getattr(diffusers, choice.class_name)
@@ -612,7 +615,7 @@ def _as_error(error: Exception) -> PenstockError:
 def _with_times_on_host(scheduler: Any) -> Any:
     """Returns a scheduler with timesteps on the host.
 
-    On a device, each comparison would have to wait.
+    On a device, each comparison would have to wait for the device.
     """
     set_timesteps = scheduler.set_timesteps
 

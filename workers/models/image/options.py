@@ -30,7 +30,7 @@ _GUIDED_WITHOUT_A_PROMPT = 1.0
 
 
 class OptionCheck:
-    """Checks items' options against a model's pipelines.
+    """Checks items' options against what a model's pipelines support.
 
     Args:
         usual_guidance: the `guidance_scale` for requests that don't set it.
@@ -98,7 +98,8 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
     )
     if "negative_prompt" in known and is_guided:
         fields.append("negative_prompt")
-    # If one of two pipelines ignores it, requests can't use it, because the charge depends on it.
+    # If one of two pipelines ignores an option, requests can't use it, because the charge depends
+    # on it.
     edited = [pipeline for mode, pipeline in pipelines.by_mode.items() if mode != "text"]
     if edited and all("strength" in parameters_of(pipeline) for pipeline in edited):
         fields.append("strength")
@@ -177,7 +178,7 @@ def _multiple_px(pipeline: Any) -> int:
 
 
 def _largest_px(pipeline: Any) -> int | None:
-    """Returns the largest side for which a transformer has positions. None means any."""
+    """Returns the largest side for which a transformer has position embeddings. None means any."""
     if (patch := _patch(pipeline)) is None:
         return None
     places = pipeline.transformer.config.get("pos_embed_max_size")

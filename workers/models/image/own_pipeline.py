@@ -1,6 +1,6 @@
 """One pipeline per item: a copy of the loaded pipeline, with modules shared through the hub.
 
-A copy has its own scheduler and state. In place of each module it has a stand-in, which passes
+A copy has its own scheduler and state. In place of each module, it has a stand-in, which passes
 calls to the hub and everything else to the module. The modules themselves aren't touched, so they
 can still be compiled, quantized, and moved.
 """
@@ -20,7 +20,7 @@ from workers.models.image.calls import Part
 from workers.models.image.hub import Hub
 
 _MOVES = frozenset({"to", "half", "float", "bfloat16", "cuda", "cpu", "eval", "train"})
-"""Methods that change a whole module. All items use it as it was loaded."""
+"""Methods that change a whole module. All items use the module as it was loaded."""
 _OF_FOUR_CHANNELS = frozenset(
     {"StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"}
 )
@@ -52,7 +52,7 @@ class Shared:
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
         for name in ("config", "device", "dtype"):
-            # Looking them up through modules is slow, because that searches all their parts.
+            # Looking them up through modules is slow, because doing so searches all their parts.
             if hasattr(module, name):
                 self.__dict__[name] = getattr(module, name)
         if settings:
@@ -90,7 +90,7 @@ class Shared:
 def state_of(pipeline: Any) -> tuple[Any, ...]:
     """Returns the module parts that pipelines may change around calls: hooks and processors.
 
-    If they change while an item is being drawn, the item's pipeline can't share modules with
+    If they change while an item is being drawn, that item's pipeline can't share modules with
     others.
     """
     return tuple(
@@ -192,6 +192,6 @@ def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:
         channels = pipeline.vae.config.latent_channels
         return {"settings": {"in_channels": 4}} if module.config.in_channels == channels else {}
     if kind == "StableDiffusion3InpaintPipeline" and name == "vae":
-        # It omits the shift when decoding (diffusers 0.42.1).
+        # The pipeline omits the shift when decoding (diffusers 0.42.1).
         return {"shift": module.config.shift_factor or 0.0}
     return {}

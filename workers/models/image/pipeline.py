@@ -117,7 +117,8 @@ def _load_pipeline(
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
         _check_parts(folder, config)
-        # Parts that a folder omits, such as Stable Diffusion 3's T5, must be passed explicitly.
+        # Parts that a folder omits, such as Stable Diffusion 3's T5, must be passed as None
+        # explicitly.
         without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
@@ -183,7 +184,7 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
     takes_image, takes_mask = "image" in known, "mask_image" in known
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values()
     for_text = pipeline if type(pipeline) in texts or not takes_image else None
-    # The text pipeline doesn't know whether it refines, so it doesn't pass that on.
+    # The text pipeline doesn't know whether it is a refiner, so it doesn't pass that on.
     for_image = _counterpart(
         pipeline, diffusers.AutoPipelineForImage2Image, "Img2ImgPipeline", refines=refines
     ) or (pipeline if takes_image and not takes_mask else None)
@@ -205,7 +206,7 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
 def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
     """Returns the pipeline for images or masks with the same components, if there is one.
 
-    diffusers' own list omits some pipelines, whose class is named after the one for text.
+    diffusers' own list omits some pipelines whose class is named after the one for text.
     """
     try:
         counterpart = auto.from_pipe(pipeline)
@@ -260,7 +261,7 @@ def _is_trained_with_masks(pipeline: Any) -> bool:
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     """Changes the denoiser and the VAE in place.
 
-    Pipelines whose VAE is not the Stable Diffusion kind stay unchanged.
+    Pipelines whose VAE is not the Stable Diffusion kind are left unchanged.
     """
     denoiser: Any = denoiser_of(pipeline)
     vae = getattr(pipeline, "vae", None)
@@ -272,7 +273,7 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     if plan.is_tuned:
         vae.to(memory_format=torch.channels_last)
         if has_unet:
-            # Transformers have hardly any convolutions, and diffusers' fused processor drops their
+            # Transformers have very few convolutions, and diffusers' fused processor drops their
             # query and key norms.
             if not plan.has_adapters:
                 pipeline.fuse_qkv_projections()
@@ -287,9 +288,9 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
 def _quantize_linears(denoiser: Any) -> None:
     """Converts the linear layers in transformer blocks to INT8 with torchao, in place.
 
-    Weights are quantized per channel. On GPUs with INT8 matrix units, activations are too, per
-    token. Other layers (time embedding, norm modulation) get one row per image, so they gain
-    nothing and have fewer than the 17 rows that CUDA's INT8 product requires.
+    Weights are quantized per channel. On GPUs with INT8 matrix units, activations are quantized as
+    well, per token. Other layers (time embedding, norm modulation) get one row per image, so they
+    would gain nothing and have fewer than the 17 rows that CUDA's INT8 product requires.
     """
     # Importing torchao takes a second, and only INT8 needs it.
     from torchao.quantization import (

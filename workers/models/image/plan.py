@@ -45,8 +45,8 @@ class ImagePlan:
     `is_compiled`: torch.compile for the UNet and VAE, for each of `batch_sizes` at the default
     image size. Other shapes run eagerly, and the VAE processes images one at a time. `is_int8`:
     INT8 for the linear layers in the UNet's transformers. `is_tuned`: channels-last weights and
-    fused query-key-value projections. `has_adapters`: nothing is fused, because adapters change the
-    parts.
+    fused query-key-value projections. `has_adapters`: True if nothing is fused, because adapters
+    change the parts.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     can_compile = capability.has_triton and capability.compute >= _VOLTA
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
-        # On a CPU, neither makes a measurable difference.
+        # On a CPU, neither one makes a measurable difference.
         is_tuned=is_gpu,
         is_int8=is_int8,
         is_compiled=compile_mode == "always" or (compile_mode == "auto" and is_gpu and can_compile),
@@ -92,7 +92,7 @@ def _dtype(precision: str, capability: Capability) -> torch.dtype:
 
 
 def _batch_sizes(entry: Model) -> tuple[int, ...]:
-    """Returns powers of two up to the largest batch of default images within the budget."""
+    """Returns powers of two, up to the largest batch of default-size images within the budget."""
     usual = entry.image
     largest = min(
         entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps))

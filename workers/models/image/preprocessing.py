@@ -2,7 +2,7 @@
 
 A source image is decoded and resized once. A ControlNet's map is computed from the caller's image.
 ControlNets for edges are trained with OpenCV's `Canny`. Workers do without OpenCV, because it would
-add 60 MB just for this. The edges computed here match OpenCV's bit for bit.
+add 60 MB just for this purpose. The edges computed here match OpenCV's bit for bit.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SOURCE_MAX_PIXELS = 16 * 1024 * 1024
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 _MAX_RESIZED = 8
-"""Maximum aspect ratio of an image. Beyond that, the far ends are cropped."""
+"""Maximum aspect ratio of an image. Beyond that ratio, the far ends are cropped."""
 
 
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
     """Returns 255 on edges and 0 elsewhere, [height, width].
 
-    Follows J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, from
-    the channel with the largest gradient. A gradient that is the largest across its edge is kept if
-    it is above `high`, or above `low` and connected to such a pixel.
+    Follows J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel
+    gradients, from the channel with the largest gradient. A gradient that is the largest across its
+    edge is kept if it is above `high`, or above `low` and connected to such a pixel.
 
     Args:
         pixels: image as [height, width, channels].
@@ -133,7 +133,8 @@ class ImagePreparer:
     """Prepares ImageInput within the catalog's limits.
 
     Args:
-        is_stepped: True if images with any size, steps and scheduler are computed together.
+        is_stepped: True if images with different sizes, steps, and schedulers are computed
+            together.
         rounds_up: True if image-to-image rounds a fractional step up.
         sides_px: side of the square that each IP-Adapter's image encoder reads, by adapter name.
     """
@@ -258,7 +259,7 @@ class ImagePreparer:
             # A whole batch finishes when its longest image does.
             key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
-            # Each image runs its own steps, so only its pixels share batches with other images.
+            # Each image runs its own steps, so only its pixels take up room in a shared batch.
             room=value.width * value.height * self._bounds.steps if self._is_stepped else 0,
             prompt=value.prompt,
             negative_prompt=value.negative_prompt,
@@ -281,7 +282,7 @@ class ImagePreparer:
 
 
 def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
-    # The result would be cached as the result of the file in the API's catalog.
+    # The result would otherwise be cached as the result for the file in the API's catalog.
     return ModelFailed(
         f"{noun} {name!r} differs between the catalogs of this worker and the API; try again later",
         field=field,
@@ -333,7 +334,7 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
             pipelines. Other pipelines drop the fraction.
 
     Raises:
-        BadInput: strength is not above 0 and at most 1, or is so low that no step is left.
+        BadInput: strength is not above 0 and at most 1, or is so low that no steps are left.
     """
     if not 0 < strength <= 1:
         raise BadInput(
@@ -389,5 +390,5 @@ def _decode_image(blob: Blob, mode: str, field: str) -> Image.Image:
             f"the {field} must be in one of these formats: {', '.join(SOURCE_FORMATS)}", field=field
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
-        # Pillow's decoders raise these for damaged files, depending on where the damage is.
+        # Pillow's decoders raise these errors for damaged files, depending on where the damage is.
         raise BadInput(f"the {field} can't be decoded: {error}", field=field) from error

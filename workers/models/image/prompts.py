@@ -14,8 +14,8 @@ from workers.models.image.pipeline import signature_of
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the prompt cache.
 
-In 16 bits it holds 270 prompt pairs for Stable Diffusion 1.5, 100 for SDXL, 12 for Stable Diffusion
-3, or 15 for FLUX.1.
+In 16 bits, it holds 270 prompt pairs for Stable Diffusion 1.5, 100 for SDXL, 12 for Stable
+Diffusion 3, or 15 for FLUX.1.
 """
 _METHOD = "encode_prompt"
 
@@ -23,18 +23,20 @@ _METHOD = "encode_prompt"
 class LostTokens:
     """Counts the tokens that a pipeline's text encoders cut off.
 
-    Each text is counted by the encoder with the longest input.
+    Each text is counted by whichever encoder accepts the longest input.
     """
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """For each text, the encoder's maximum tokens and the negated number of lost tokens."""
+        """For each text, the encoder's maximum number of tokens and the negated number of lost
+        tokens.
+        """
 
     @property
     def count(self) -> int | None:
-        """Number of lost tokens in all texts.
+        """Number of lost tokens across all texts.
 
-        None if none of the pipeline's tokenizers has cut any off.
+        None if none of the pipeline's tokenizers cut any off.
         """
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
@@ -51,7 +53,7 @@ class LostTokens:
 
 
 def _is_full(masks: torch.Tensor, at: int, limit: int) -> bool:
-    """Returns whether a text fills its encoder's input. Some encoders pad to fewer tokens."""
+    """Returns whether a text fills up its encoder's input. Some encoders pad to fewer tokens."""
     return masks.shape[-1] >= limit and bool(masks.reshape(-1, limit)[at].all())
 
 
@@ -117,8 +119,8 @@ class Prompts:
                 return encode(*args, **kwargs)
             entry = self._encodings.get(key)
             if entry is None:
-                # Some pipelines encode the negative prompt in a separate call, which is counted
-                # separately.
+                # Some pipelines encode the negative prompt in a separate call, whose tokens are
+                # counted separately.
                 before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)
                 self._encodings.keep(key, (_copy(encoded), lost.by_text))

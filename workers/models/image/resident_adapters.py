@@ -1,7 +1,8 @@
 """The adapters in a model process's memory, and the images waiting for adapters to load.
 
 An adapter is read in a thread while steps continue, and put into memory between steps. The least
-recently used adapters are evicted to make room. An adapter that an image is using stays.
+recently used adapters are evicted to make room. An adapter stays in memory while an image is using
+it.
 
 Adapter files that callers specify by URL are stored on the worker's disk. The API has already
 fetched them into the object store. Each file is stored under its tenant's digest, so tenants share
@@ -40,9 +41,10 @@ ABANDONED_S = 3600.0
 """Time after which an incompletely copied file is removed."""
 
 MAX_READS = 2
-"""Maximum concurrent reads. More would take CPU time away from the steps."""
+"""Maximum concurrent reads. More threads than this would take CPU time away from the steps."""
 WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw. New items also wait this long.
+"""How long a step waits for an adapter when there is nothing else to draw. New items also wait this
+long.
 """
 
 log = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ class FetchedAdapters:
         while used_bytes and sum(used_bytes.values()) + size_bytes > self.urls.disk_bytes:
             largest_owner = max(used_bytes, key=lambda owner: used_bytes[owner])
             oldest = by_owner[largest_owner].pop()
-            # A reader still has it open.
+            # A reader may still have it open.
             oldest.file.unlink(missing_ok=True)
             used_bytes[largest_owner] -= oldest.size_bytes
             if not by_owner[largest_owner]:
@@ -173,7 +175,7 @@ class ResidentAdapters:
 
         `take_ready` then returns it as soon as it can continue.
 
-        While an image waits for room, later images wait too, so that it eventually gets the room.
+        While an image waits for room, later images wait too, so that it eventually gets that room.
         """
         if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
             return False
@@ -278,7 +280,7 @@ class ResidentAdapters:
         return True
 
     def _begin_read(self, item: PreparedImage) -> Future[LoadedAdapter]:
-        """Starts reading an adapter. The read continues even if its image is canceled."""
+        """Starts reading an adapter. The read continues even if the image is canceled."""
         name = item.adapter
         if (read := self._reads.get(name)) is None:
             read = self._reads[name] = Future()
@@ -315,7 +317,7 @@ class ResidentAdapters:
                 loading.set_exception(error)
                 return
             except Exception as error:
-                # The boundary with the libraries that read adapters. All waiting images get a
+                # The boundary with the libraries that read adapters. Every waiting image must get a
                 # result.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 loading.set_exception(file.make_internal_error("it could not be read", str(error)))

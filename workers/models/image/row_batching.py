@@ -25,8 +25,8 @@ from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
 DECODED_PIXELS = 512 * 512
-"""Maximum pixels that the VAE computes at a time, but at least one image. More would delay other
-images' steps.
+"""Maximum pixels that the VAE computes at a time, though always at least one image. More pixels
+would delay other images' steps.
 """
 GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 """Denoisers whose calls have a row for the negative prompt followed by one for the prompt."""
@@ -90,7 +90,7 @@ class RowBatching(Batching):
         if not call.part.is_denoiser:
             return call.key
         is_whole = self._deep_cache is None or self._deep_cache.is_whole(drawing.calls)
-        # A compiled graph is specific to one row count.
+        # A compiled graph supports only one row count.
         return call.key, is_whole, call.rows if self._sizes.have(drawing) else 0
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
@@ -184,7 +184,7 @@ class RowBatching(Batching):
 
 
 def _join_added(batch: Batch) -> dict[str, Any]:
-    """Returns UNet arguments with the ControlNets' additions to each row.
+    """Returns UNet arguments with the ControlNets' additions for each row.
 
     Empty if there are none.
     """
@@ -207,7 +207,7 @@ def _join_added(batch: Batch) -> dict[str, Any]:
 
 
 def _reference_rows(batch: Batch) -> Any:
-    """Yields each row's reference image and token set: the tokens without the image come first."""
+    """Yields each row's reference image and token set, with the tokens for no image first."""
     for call in batch.every:
         start = call.owner.ip_adapter
         for row in range(-call.rows, 0):

@@ -1,10 +1,10 @@
 """Turns latents into images: the VAE, the copy to the host, previews, and PNG.
 
 Latents are decoded the way diffusers pipelines do after their loops. A preview between steps is
-drawn by the same VAE. Its latents are averaged first, so that the decoded image is small: the VAE's
-time is proportional to the number of pixels. Linear factors for the latent channels (as in
-https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take microseconds,
-but each VAE needs its own set, and a 64 x 64 image would be shown as 8 x 8.
+drawn by the same VAE. Its latents are averaged first so that the decoded image is small, because
+the VAE's time is proportional to the number of pixels. Linear factors for the latent channels (as
+in https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take only
+microseconds, but each VAE needs its own set, and a 64 x 64 image would be shown at 8 x 8.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12%.
 
 MAX_SIDE = {"cuda": 256}
 MAX_SIDE_CPU = 128
-"""A CPU takes 190 ms for 256 x 256 with the shipped model, and 45 ms for a quarter of the pixels.
+"""On a CPU, 256 x 256 takes 190 ms with the shipped model, and a quarter of the pixels takes 45 ms.
 """
 
 
 def needs_fp32(pipeline: Any) -> bool:
     """Returns whether a pipeline's VAE overflows in fp16 and its class runs it in fp32 instead.
 
-    If so, it is loaded in fp32. Otherwise a pipeline would switch it temporarily, affecting other
-    items.
+    If so, it is loaded in fp32. Otherwise, a pipeline would switch it temporarily, which would
+    affect other items.
     """
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, diffusers.AutoencoderKL) or vae.dtype != torch.float16:
@@ -79,12 +79,15 @@ class HostCopy:
     pixels: torch.Tensor
     """[items, height, width, 3], uint8."""
     finite: torch.Tensor
-    """[items], True if all of an image's numbers are finite."""
+    """[items], True if all numbers in an image are finite."""
     is_there: Any
     """A CUDA event. None if the copy has already finished."""
 
     def wait(self) -> list[np.ndarray | None]:
-        """Waits for the copy. Returns bytes [height, width, 3] per image, or None if not finite."""
+        """Waits for the copy.
+
+        Returns bytes [height, width, 3] for each image, or None if its numbers aren't finite.
+        """
         if self.is_there is not None:
             self.is_there.synchronize()
         are_finite = self.finite.tolist()
@@ -139,7 +142,7 @@ def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) 
     vae = getattr(pipeline, "vae", None)
     if latents.ndim == 3 and hasattr(pipeline, "_unpack_latents"):
         latents = pipeline._unpack_latents(latents, height, width, pipeline.vae_scale_factor)
-    # Some pipelines have a different kind of VAE.
+    # Some pipelines have a different type of VAE.
     if not isinstance(vae, diffusers.AutoencoderKL) or latents.ndim != 4:
         return None
     longest = MAX_SIDE.get(latents.device.type, MAX_SIDE_CPU)

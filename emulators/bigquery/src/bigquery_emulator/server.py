@@ -59,7 +59,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
             except (duckdb.Error, ValueError, TypeError) as error:
                 reason = str(error).split("\n")[0]
                 raise OSError(f"cannot read the catalog in {data_dir}: {reason}") from error
-            # Done only now, because a listening port signals that the data is available.
+            # Done last, because a listening port signals that the data is available.
             listener.listen(_BACKLOG)
             async with anyio.create_task_group() as tasks:
                 service = _service(store, catalog, tasks)

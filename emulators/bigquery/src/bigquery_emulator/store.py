@@ -1,8 +1,9 @@
 """The embedded BigQuery's DuckDB database: file, sessions and GoogleSQL macros.
 
-Tables are in the attached database `data` (one file, or memory), query results in `memory`, so a
-large result never touches the file. Statements that change `data` run in the server's writer
-thread, one at a time. Streamed rows are added concurrently, in separate transactions.
+Tables are in the attached database `data` (one file, or in memory) and query results are in
+`memory`, so a large result never touches the file. Statements that change `data` run in the
+server's writer thread, one at a time. Streamed rows are added concurrently, in separate
+transactions.
 """
 
 import logging
@@ -25,7 +26,7 @@ _SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
 """Suffixes of the database files."""
 _LOST = "has been invalidated"
 _IS_DURABLE = "COMMIT succeeded and is durable"
-"""DuckDB's message for a commit that succeeded even though the log could not be written back."""
+"""DuckDB's message for a commit that succeeded even though the log could not be checkpointed."""
 _IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
@@ -44,7 +45,7 @@ class Store:
         self._root: Cursor = None
         self._place = ":memory:"
         self.changes = 0
-        """Incremented by each transaction, before its caller gets the response."""
+        """Incremented by each transaction before its caller gets the response."""
         self._is_lost = False
         self._reopened = 0
         """How many times the database was closed and reopened."""
@@ -62,7 +63,7 @@ class Store:
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
         self._root.execute(f"SET GLOBAL memory_limit = '{_MEMORY_LIMIT}'")
-        # In GoogleSQL, LN(0) and the like are errors, not infinities.
+        # In GoogleSQL, LN(0) and similar calls are errors, not infinities.
         self._root.execute("SET GLOBAL ieee_floating_point_ops = false")
         spill_dir = ""
         if self._data_dir is not None:
@@ -99,7 +100,7 @@ class Store:
         return self._uploads.name
 
     def close(self) -> None:
-        """Writes the log back into the file and closes it."""
+        """Writes the log back into the database file and closes it."""
         if self._uploads is not None:
             self._uploads.cleanup()
             self._uploads = None
@@ -107,8 +108,8 @@ class Store:
             try:
                 self._root.execute("CHECKPOINT data")
             except duckdb.Error as error:
-                # For example, because the disk is full. The log has everything and is read at the
-                # next start.
+                # This can happen when the disk is full. The log has everything and will be read at
+                # the next startup.
                 log.warning("the log stays beside the data: %s", str(error).split("\n")[0])
             unregister(self._root)
             self._root.close()
@@ -116,7 +117,7 @@ class Store:
 
     @contextmanager
     def reading(self) -> Iterator[Cursor]:
-        """Opens a session that only reads `data`. Each statement sees one consistent state.
+        """Opens a session that can only read `data`. Each statement sees one consistent state.
 
         Raises:
             duckdb.IOException: the database was lost because the disk is full and can't be reopened
@@ -129,7 +130,7 @@ class Store:
         try:
             yield cursor
         except duckdb.Error as error:
-            # DuckDB gives up on a database whose log it could not write back, for example on a full
+            # DuckDB invalidates a database if it can't write its log back, for example on a full
             # disk.
             self._is_lost = self._is_lost or _LOST in str(error)
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
@@ -141,7 +142,7 @@ class Store:
             cursor.close()
 
     def _reopen(self) -> None:
-        """Reopens the database. Its log has all confirmed changes.
+        """Reopens the database. The log contains all confirmed changes.
 
         First waits until all sessions that were open when the database was lost have closed.
         """
@@ -165,7 +166,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[Cursor]:
-        """Opens a session that may change `data`.
+        """Opens a session that can change `data`.
 
         Its statements are committed together or not at all.
 

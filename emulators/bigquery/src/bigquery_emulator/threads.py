@@ -44,7 +44,7 @@ class Threads:
         return await self._run(self._readers, _LONGEST_WAIT_S, _nothing, function, *args)
 
     async def tidy(self, function: Callable[..., None], *args: object) -> None:
-        """Runs a short function that must run even in a canceled job."""
+        """Runs a short function that must run even if the job is canceled."""
         with anyio.CancelScope(shield=True):
             await self._run(self._readers, None, _nothing, function, *args)
 
@@ -54,9 +54,9 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a function that reads rows, for as long as its job may take.
+        """Runs a function that reads rows, for as long as its job is allowed to take.
 
-        Waits equally long for a thread.
+        Waits up to that long for a thread.
 
         Args:
             interrupt: interrupts the function if its job is stopped.
@@ -87,7 +87,7 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a job's change. Waits for other changes for as long as its job may take.
+        """Runs a job's change. Waits for other changes for as long as its job is allowed to take.
 
         See `query`.
         """
@@ -103,7 +103,7 @@ class Threads:
     ) -> _Found:
         work = pool.submit(function, *args)
         done = asyncio.wrap_future(work)
-        # A running function can't be canceled.
+        # A function that is already running can't be canceled.
         give_up = wait_s and asyncio.get_running_loop().call_later(wait_s, work.cancel)
         try:
             await asyncio.wait((done,))

@@ -1,4 +1,4 @@
-"""A web server in a `with` block: a bound port, served by uvicorn without its signal handlers."""
+"""A web server in a `with` block: binds a port and runs uvicorn without its signal handlers."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 _SHUTDOWN_S = 5
 _MOST_CONNECTIONS = 1_000
 _IDLE_S = 620
-"""How long a connection stays open between requests, the same as on Google's frontends.
+"""How long an idle connection stays open between requests, the same as on Google's frontends.
 
-A client that writes to a connection that has just been closed gets a broken pipe.
+A client that writes to a connection that was just closed gets a broken pipe.
 """
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program that runs this server."""
+    """Leaves signal handling to the program that runs this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

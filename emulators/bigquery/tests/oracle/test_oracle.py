@@ -1,8 +1,8 @@
-"""GoogleSQL compared with Google's own reference evaluator, which comes with the analyzer.
+"""Compares GoogleSQL with Google's own reference evaluator, which comes with the analyzer.
 
 The files in `queries` have one query per line. Each query must return the evaluator's value and
 order, fail if the evaluator fails, or be rejected as unsupported. Rejected queries are listed in
-`unsupported.txt`, so that support can't shrink unnoticed: `python -m tests.oracle.test_oracle`
+`unsupported.txt`, so that support can't shrink unnoticed; `python -m tests.oracle.test_oracle`
 updates the list.
 """
 
@@ -26,7 +26,7 @@ from tests.oracle.world import Found, World
 QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"
 _RULES = ("Array cannot have a null element", "Duplicate column names in the result")
-"""BigQuery's errors about results, which the evaluator does not raise."""
+"""BigQuery errors about results, which the evaluator does not raise."""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def _agree(expected: Found, given: Found) -> bool:
 
 @pytest.mark.parametrize("part", range(4))
 def test_an_argument_that_is_null_comes_before_every_special_case(world: World, part: int) -> None:
-    """Calls each scalar function with a NULL, by itself and combined with special values."""
+    """Calls each scalar function with a NULL, both by itself and combined with special values."""
     names = frozenset(sorted(FUNCTIONS)[part::4])
     wrong = []
     for _, sql in null_calls(builtin_functions(), names):

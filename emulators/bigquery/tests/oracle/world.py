@@ -144,7 +144,7 @@ class Found:
 
 
 class World:
-    """Both engines, with the same tables `people`, `orders` and `things`."""
+    """Both engines, set up with the same tables `people`, `orders` and `things`."""
 
     def __init__(self) -> None:
         self._store = Store(None)
@@ -210,8 +210,8 @@ class World:
         return Found(self._comparable(rows, sql))
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
-        """Returns the rows in the query's order if it has one, otherwise in a fixed order."""
-        # Most queries return one row, and analyzing would take a third of their time.
+        """Returns the rows in the query's order if it specifies one, otherwise in a fixed order."""
+        # Most queries return one row, and analyzing them would take a third of the test time.
         if len(rows) < 2:
             return rows
         tree = self._translator.analyzer.analyze(sql, self._named, ParameterTypes())
@@ -301,7 +301,7 @@ _SCALARS: dict[int, Callable[[Any], Any]] = {
 
 
 def _float(number: float) -> float | str:
-    """Returns a FLOAT64 with 12 digits. NaN equals itself, and -0 differs from 0."""
+    """Rounds a FLOAT64 to 12 digits. NaN equals itself, and -0 differs from 0."""
     if math.isnan(number):
         return "NaN"
     return "-0" if number == 0 and math.copysign(1, number) < 0 else float(f"{number:.12g}")

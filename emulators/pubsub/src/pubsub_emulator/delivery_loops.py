@@ -27,7 +27,7 @@ async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
 
 
 class _DeliveryLoops:
-    """Running loops and their tasks, by subscription."""
+    """Running loops and their tasks, keyed by subscription."""
 
     def __init__(self, broker: Broker) -> None:
         self._subscriptions = broker.registry.subscriptions
@@ -60,7 +60,8 @@ class _DeliveryLoops:
         if kind == "PUSH":
             return bytes(proto.push_config.SerializeToString(deterministic=True))
         if not self._bigquery_endpoint:
-            # It was created by a server that had a BigQuery endpoint. Its messages wait.
+            # The subscription was created by a server that had a BigQuery endpoint. Its messages
+            # wait.
             return b""
         config = type(proto.bigquery_config)()
         config.CopyFrom(proto.bigquery_config)

@@ -77,7 +77,7 @@ class ResourceNotFound(PubsubError):
 
 
 class ResourceExists(PubsubError):
-    """A resource with this name exists."""
+    """A resource with this name already exists."""
 
     status = "ALREADY_EXISTS"
 

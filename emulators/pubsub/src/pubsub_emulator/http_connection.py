@@ -54,7 +54,7 @@ class HttpConnection:
     ) -> HttpAnswer:
         """Send one request to the URL's host and return the response.
 
-        The caller sets the time limit. Interrupting a request closes the connection.
+        The caller sets the timeout. Interrupting a request closes the connection.
 
         Args:
             target: path, including the leading slash.
@@ -73,7 +73,7 @@ class HttpConnection:
                 return await self._send(request, body)
             except (OSError, EOFError, UnicodeError, h11.ProtocolError) as error:
                 self.close()
-                # The other side may close an idle connection at any time; only failures of new
+                # The other side may close an idle connection at any time, so only failures on new
                 # connections count.
                 if not is_reused:
                     raise HttpFailed(str(error) or type(error).__name__) from error

@@ -10,7 +10,7 @@ from google.protobuf import empty_pb2
 from google.pubsub_v1 import types
 
 if TYPE_CHECKING:
-    # The classes are created at runtime, so type checkers know only their names.
+    # The classes are created at runtime, so type checkers only know their names.
     BigQueryConfig: TypeAlias = Any
     Message: TypeAlias = Any
     Policy: TypeAlias = Any

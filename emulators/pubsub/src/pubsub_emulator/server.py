@@ -21,12 +21,12 @@ _REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
     # A second server on the same port must fail to start rather than share connections.
     ("grpc.so_reuseport", 0),
-    # More than any valid call contains, so that calls that are slightly too large are rejected with
-    # a reason. Even larger calls are rejected before they are read.
+    # More than any valid call contains, so that calls that are only slightly too large are rejected
+    # with a reason. Even larger calls are rejected before they are read.
     ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
-    # Beyond this, all further calls on the connection wait silently. The service allows about 100,
-    # too few for the streams of one process.
+    # Beyond this limit, further calls on the connection wait silently. The service allows about
+    # 100, which is too few for the streams of a single process.
     ("grpc.max_concurrent_streams", 1000),
     # Google's clients ping every 30 s, even on idle channels; by default gRPC would disconnect
     # them.
@@ -67,7 +67,7 @@ async def serve(
     fsync: bool = False,
     bigquery_endpoint: str = "",
 ) -> AsyncIterator[PubsubServer]:
-    """Listen until the block ends. Streams still open then end with UNAVAILABLE.
+    """Listen until the block ends. Any streams still open at that point end with UNAVAILABLE.
 
     Args:
         port: gRPC port, 0 for any free one.
@@ -76,7 +76,7 @@ async def serve(
         storage_bytes: maximum memory for messages. Publishes that exceed it are rejected.
         data_dir: directory that stores the state across restarts. None keeps it in memory.
         fsync: True if the state must survive power failures, not just a crash of the process.
-        bigquery_endpoint: URL of a BigQuery that requires no credentials, to which BigQuery
+        bigquery_endpoint: URL of a BigQuery server that requires no credentials, to which BigQuery
             subscriptions write. Empty: such subscriptions are rejected.
 
     Yields:
@@ -154,7 +154,7 @@ def _listen(server: grpc.aio.Server, address: str) -> int:
 
 
 class _Alarm:
-    """Runs due timers using a single pending loop call, which is rescheduled for earlier timers."""
+    """Runs due timers with a single pending loop call, which is rescheduled for earlier timers."""
 
     def __init__(self, timers: Timers, loop: asyncio.AbstractEventLoop) -> None:
         self._timers = timers
@@ -179,11 +179,11 @@ class _Alarm:
         try:
             self._timers.run_due()
         finally:
-            # An action that fails must not prevent the others.
+            # One failing action must not prevent the others from running.
             self._set()
 
 
 def _steady_clock() -> Callable[[], float]:
-    # Wall time, because messages contain it and seeks refer to it; but it never goes backwards.
+    # Wall time, because messages contain it and seeks refer to it, but it never goes backwards.
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()

@@ -1,4 +1,4 @@
-"""The two calls that wait, StreamingPull and Pull, between gRPC and a subscription.
+"""The two calls that wait, StreamingPull and Pull: a layer between gRPC and a subscription.
 
 A stream has a reading task, which applies acks and modacks as they arrive, and a writing loop,
 which takes all ready messages whenever the last write has finished. Nothing polls, and nothing is
@@ -61,7 +61,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
                         woken.clear()
                         deliveries = subscription.backlog.take(consumer)
     finally:
-        # Also when the caller hangs up, because the next waiting consumer must be awakened instead.
+        # Also runs if the caller hangs up, because the next waiting consumer must then be woken.
         subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended
@@ -211,7 +211,7 @@ class _Stream:
             self._woken.set()
 
     def _next_response(self) -> bytes | None:
-        """Serialize the pending confirmations. None if there are none."""
+        """Serialize the pending confirmations. None if there are no messages."""
         backlog, settings = self._subscription.backlog, self._subscription.settings
         deliveries = [] if self._is_half_closed else backlog.take(self.consumer)
         is_due = self._owes_pong or any(self._acked) or any(self._modified)

@@ -1,4 +1,4 @@
-"""A web server in a `with` block: a bound port, served by uvicorn without its signal handlers."""
+"""A web server in a `with` block: binds a port and runs uvicorn without its signal handlers."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program that runs this server."""
+    """Leaves signal handling to the program that runs this server."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

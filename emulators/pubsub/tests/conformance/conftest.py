@@ -1,4 +1,4 @@
-"""Runs each test against the embedded server (in memory, in a directory) and Google's emulator.
+"""Runs each test against the embedded server (in memory and in a directory) and Google's emulator.
 
 Google's emulator is used only if it is installed.
 """
@@ -19,7 +19,7 @@ from tests.conformance.target import (
     google_emulator,
 )
 
-# The jar's path may be in the environment, which tests otherwise do not see.
+# The jar's path may be in the environment, which tests otherwise don't see.
 _JAR = os.environ.get("PUBSUB_EMULATOR_JAR")
 _numbers = itertools.count(1)
 

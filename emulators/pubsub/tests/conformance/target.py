@@ -50,7 +50,7 @@ class Target:
 def embedded(name: str, folder: Path) -> Iterator[Target]:
     """Run the embedded server in a separate process, in memory or with its data in the folder.
 
-    Its log is in the folder too.
+    Its log goes in the folder too.
     """
     port, rest_port = free_port(), free_port()
     command = [sys.executable, "-m", "pubsub_emulator", f"--port={port}"]

@@ -1,4 +1,4 @@
-"""Publishing and receiving with Google's hand-written client, as in applications."""
+"""Publishing and receiving with Google's handwritten client, as applications do."""
 
 import queue
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.conformance.target import Target
 from tests.limits import WAIT_LIMIT_S
 
 Make = Callable[..., str]
-# Deprecated in the client, but the only way to see an empty backlog without waiting for it.
+# Deprecated in the client, but the only way to see that a backlog is empty without waiting.
 PULL_AT_ONCE = "ignore:The return_immediately flag:DeprecationWarning"
 
 
@@ -215,7 +215,7 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
             subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0
         )
     assert attempts == [1, 2, 3, 4, 5]
-    # The emulator forwards on the sixth delivery, so it needs a pull.
+    # The emulator forwards on the sixth delivery, so it needs another pull.
     assert pull_at_once(subscriber, path) == []
     letters: queue.Queue[Message] = queue.Queue()
     with subscribed(subscriber, morgue, letters.put):

@@ -66,7 +66,7 @@ class CogServer:
 def serve_by_cog(
     folder: Path, interface: ModelInterface, name: str = "Predictor"
 ) -> Iterator[CogServer]:
-    """Serves the class `name` from a folder's predict.py, using the schema we inferred."""
+    """Serves the class called `name` from a folder's predict.py, using the schema we inferred."""
     schemas = {"Input": interface.inputs, "Output": interface.output}
     (folder / ".cog").mkdir()
     schema = {"components": {"schemas": schemas}}

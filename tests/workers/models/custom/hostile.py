@@ -278,7 +278,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "write_frames": ("failed", f"{ENDED}it sent an invalid response"),
     "place_files": ("failed", f"{ENDED}it sent an invalid response"),
 }
-"""By action: the prediction's status, and its output or the start of its error."""
+"""The prediction's status, and its output or the start of its error, keyed by action."""
 ENDLESS = ("loop", "stop_itself", "print_on")
 """Methods that run until the deadline."""
 MEMORY_BYTES = 800 * 1024 * 1024

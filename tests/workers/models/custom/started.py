@@ -140,12 +140,12 @@ class StartedClass:
         raise AssertionError(f"prediction {number} has printed nothing in time")
 
     def take_chunks(self) -> dict[int, PieceChunk]:
-        """Returns the pieces streamed since the last call, by prediction."""
+        """Returns the pieces streamed since the last call, keyed by prediction."""
         chunks, self._chunks = self._chunks, {}
         return chunks
 
     def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
-        """Returns the large files streamed since the last call, by prediction."""
+        """Returns the large files streamed since the last call, keyed by prediction."""
         files, self._files = self._files, {}
         return files
 

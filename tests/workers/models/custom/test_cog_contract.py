@@ -80,7 +80,7 @@ MODULES = {
     "sdk": "coglet._sdk",
     "cog.coder": "cog.coder",
 }
-"""The names by which the runner's modules refer to Cog's modules."""
+"""The names that the runner's modules use for Cog's modules."""
 
 
 def find(name: str) -> Any:

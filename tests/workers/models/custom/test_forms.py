@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow(about_s=30)
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
-"""A sample of input and output forms, because each additional form takes a process too."""
+"""A sample of input and output forms, because each additional form also takes a process."""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ _RUN = re.compile(
 
 
 class Port(NamedTuple):
-    """A section of the page: files by path, a command's words, and its output."""
+    """A section of the page: files keyed by path, a command's words, and its output."""
 
     files: dict[str, str]
     command: list[str]
@@ -27,7 +27,7 @@ class Port(NamedTuple):
 
 
 def read_page() -> dict[str, Port]:
-    """Returns the sections by server name."""
+    """Returns the sections, keyed by server name."""
     ports = {}
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         name, _, text = section.partition("\n")

@@ -19,8 +19,8 @@ def make_wheel(
 ) -> Path:
     """Writes a wheel with one module, which has `version` and the code in `source`.
 
-    `needs`: one of its requirements. `scripts`: the module's functions, by the commands that call
-    them.
+    `needs`: one of its requirements. `scripts`: the module's functions, keyed by the commands that
+    call them.
 
     See https://packaging.python.org/en/latest/specifications/binary-distribution-format/.
     """

@@ -87,7 +87,7 @@ def upper():
     """As ffmpeg -i - -: from stdin to stdout."""
     sys.stdout.write(sys.stdin.read().upper())
 '''
-"""The module in the package `tools`, which the classes require."""
+"""The module in the `tools` package, which the classes require."""
 COMMANDS = {
     "vllm": "serve",
     "tritonserver": "serve",
@@ -123,7 +123,7 @@ SERVER = "import sys\nfrom tools import listen\nlisten(sys.argv[sys.argv.index('
 
 
 class Wrapper(NamedTuple):
-    """A class: its code, which follows HEAD, and other files by path.
+    """A class: its code, which follows HEAD, and other files keyed by path.
 
     Each class responds to `text` with TEXT.
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    # torch and transformers, which every process in a quick run would otherwise import for a single
-    # file.
+    # Otherwise, every process in a quick run would import torch and transformers for a single file.
     import torch
 
     from tests.workers.models.generation import tiny

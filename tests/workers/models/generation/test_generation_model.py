@@ -153,7 +153,7 @@ def test_a_long_prompt_lets_others_write(model: GenerationModel) -> None:
         model.step()
         assert set(model.take_chunks()) == {0}
     model.step()
-    assert set(model.take_chunks()) == {1}  # its first token is reported at once
+    assert set(model.take_chunks()) == {1}  # its first token is reported immediately
     model.step()
     assert set(model.take_chunks()) == {0, 1}
 
@@ -319,7 +319,7 @@ def test_other_precisions_write_the_same_alone_and_again(folder: Path, precision
 def test_bf16_is_computed_on_a_cpu_whose_onednn_has_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "computes_bf16", lambda: False)  # as it would be with AVX2 only
+    monkeypatch.setattr(decoder, "computes_bf16", lambda: False)  # as on a CPU with only AVX2
     model = tiny.open_model(folder, precision="bf16")
     first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
     assert first == again

@@ -1,4 +1,4 @@
-"""A GGUF file as a source, if the extra `text` is installed."""
+"""A GGUF file as a source, if the `text` extra is installed."""
 
 import importlib.util
 from pathlib import Path

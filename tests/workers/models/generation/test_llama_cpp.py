@@ -411,7 +411,7 @@ def test_entries_say_what_an_engine_decides_itself(changes: dict[str, Any], reas
 async def test_nobody_else_reaches_it_and_it_knows_nothing_of_ours(
     weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # whose sockets have short paths
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # so that socket paths are short
     monkeypatch.setattr(process, "SOCKETS", str(folder))
     monkeypatch.setenv("PENSTOCK_SECRET", "a-secret-of-ours")
     async with opened(weights) as engine:

@@ -1,7 +1,7 @@
 """vLLM as a text model's engine, in a pool like a worker's.
 
-Starting it takes a minute, so the tests share one. Its command is on the PATH of an environment in
-which vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
+Starting it takes a minute, so the tests share one. Its command is on the PATH of an environment
+where vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
 """
 
 from __future__ import annotations

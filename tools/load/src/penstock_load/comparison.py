@@ -342,7 +342,7 @@ def _without_empty(expected: dict[GroupKey, Sums]) -> list[GroupKey]:
 
 
 def _span(ledger: Ledger) -> tuple[datetime, datetime]:
-    """Returns the time range in which rows can have been received, with a margin for clock skew."""
+    """Returns the time range in which rows may have been received, with a margin for clock skew."""
     ends_s = max((line.ended_at_s for line in ledger.lines), default=ledger.head.began_at_s)
     skew = timedelta(seconds=CLOCK_SKEW_S)
     return (

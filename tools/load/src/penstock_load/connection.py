@@ -37,7 +37,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         self.is_open = True
 
     def begin(self, number: int, request: bytes, due_s: float) -> None:

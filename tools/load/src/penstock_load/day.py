@@ -20,7 +20,7 @@ from shared.errors import BadInput
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""Seconds during which the rate is assumed constant."""
+"""Number of seconds over which the rate is assumed to be constant."""
 SLOTS = int(DAY_S / SLOT_S)
 RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
 """The rush in the simulator's `day` scenario."""
@@ -64,7 +64,8 @@ class Day:
     """The numbers that define a day.
 
     Args:
-        requests: total requests in the day, 1.4 million in `day` of docs/explanation/simulation.md.
+        requests: total requests in the day, 1.4 million in the `day` scenario of
+            docs/explanation/simulation.md.
         tenants: number of tenants. The k-th tenant has a share of 1 / k ** zipf.
         seed: seed for all random numbers.
         zipf: how unequal the tenants are. 0 makes all tenants equal.
@@ -74,7 +75,7 @@ class Day:
         burst_share: share of requests in all bursts.
         repeat_share: share of requests that repeat an earlier one from the same tenant and model.
         cancel_share: share of requests whose caller disconnects.
-        cancel_within_s: maximum time that such a caller waits.
+        cancel_within_s: maximum time that these callers wait.
         batch_share: share of requests at `batch` priority.
     """
 
@@ -185,7 +186,7 @@ class _Groups:
         self._to_come -= 1
         if is_repeat and known:
             self._left -= 1
-            # Some inputs, namely the older ones, are requested more often than others.
+            # Older inputs are requested more often than newer ones.
             return known[int(len(known) * self._random.random() ** 2)]
         known.append((str(number), shape))
         return known[-1]

@@ -14,7 +14,7 @@ reached the server.
 class Exchange(msgspec.Struct, omit_defaults=True):
     """A request and its response, timed from when the request was due.
 
-    The API's headers fill the other fields.
+    The other fields are filled in from the API's headers.
     """
 
     status: int

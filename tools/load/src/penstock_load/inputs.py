@@ -139,7 +139,7 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
         "/v1/predictions", _prediction, 1.0, ((1.0, 0, 0),), ((1.0, 1, 1),), is_run=True
     ),
 }
-"""Request forms by task name."""
+"""Request forms, keyed by task name."""
 
 
 def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:

@@ -30,7 +30,7 @@ BUFFER_BYTES = 64 * 1024
 
 
 class LedgerHead(msgspec.Struct, frozen=True):
-    """The run to which a ledger's lines belong."""
+    """The run that a ledger's lines belong to."""
 
     run: str
     """Prefix of all request IDs."""

@@ -113,7 +113,7 @@ class Replay:
     Args:
         target: API and keys to use.
         run: prefix of all request ids.
-        forms: request forms for all of the arrivals' models, by model.
+        forms: request forms for all of the arrivals' models, keyed by model.
         ledger: receives a line for each request.
         show: receives the progress every second.
     """

@@ -82,14 +82,14 @@ class LoadRows:
         """Returns usage by these tenants outside the replay.
 
         Raises:
-            Unavailable: BigQuery is unreachable, or refused.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         return [UsageGroup(*row) for row in self._ask("others.sql", since, until, run, tenants)]
 
     def read_report(
         self, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
-        """Returns the report `usage_hours` for these tenants.
+        """Returns the `usage_hours` report for these tenants.
 
         Raises:
             Unavailable: BigQuery is unreachable or rejected the query.

@@ -1,4 +1,4 @@
-"""The Penstock to test: its URL, its tenants' keys, and its models."""
+"""The Penstock deployment to test: its URL, its tenants' keys, and its models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Models(msgspec.Struct):
 
 
 class Target:
-    """A Penstock and how to call it.
+    """A Penstock deployment and how to call it.
 
     Args:
         url: URL of the API, without /v1.
@@ -108,7 +108,7 @@ class Target:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Reads the key of each tenant from a CSV file with the columns `tenant` and `key`.
+    """Reads the key of each tenant from a CSV file with `tenant` and `key` columns.
 
     Raises:
         ConfigurationError: the file can't be read, or a line lacks one of the columns.

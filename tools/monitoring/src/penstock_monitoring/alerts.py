@@ -1,7 +1,7 @@
 """All alerts. docs/how-to/troubleshoot.md has a section for each.
 
-Terraform adds alerts on each model's Pub/Sub subscriptions (platform/monitoring.tf). Apart from our
-processes, the metrics come from DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and
+Terraform adds alerts on each model's Pub/Sub subscriptions (platform/monitoring.tf). Metrics that
+our processes don't export come from DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and
 Google's own metrics or, elsewhere, the exporters for Redis and probes.
 """
 
@@ -57,7 +57,7 @@ class Alert:
 
 
 def alerts(bounds: Bounds) -> list[Alert]:
-    """Returns all alerts by key. Their queries contain `bounds`."""
+    """Returns all alerts, keyed by alert key. Their queries contain `bounds`."""
     of_objectives = [
         alert
         for objective in OBJECTIVES

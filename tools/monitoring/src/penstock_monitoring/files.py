@@ -89,7 +89,7 @@ _PROMETHEUS_URL = "http://127.0.0.1:9090"
 
 
 def alerts_template() -> str:
-    """Returns the alerts by key, as JSON."""
+    """Returns the alerts as JSON, keyed by alert key."""
     return _google_json(
         {
             alert.key: {
@@ -106,7 +106,7 @@ def alerts_template() -> str:
 
 
 def log_alerts_template() -> str:
-    """Returns the alerts on logs by key, as JSON."""
+    """Returns the alerts on logs as JSON, keyed by alert key."""
     return _google_json(
         {
             alert.key: {
@@ -281,7 +281,7 @@ def _job(name: str, static_configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render_files() -> dict[str, str]:
-    """Returns the expected contents of the `rendered` folder, by file name."""
+    """Returns the expected contents of the `rendered` folder, keyed by file name."""
     bounds = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
     return {
         "alerts.json.tftpl": alerts_template(),
@@ -312,7 +312,7 @@ def write_for_prometheus(
 
     Args:
         out: output folder. Files from an earlier run are replaced.
-        targets: share of events that must be good, by objective.
+        targets: share of events that must be good, keyed by objective.
         least_bad_events: minimum number of bad events in a window before an alert fires.
         worker_hour_usd: price of one worker per hour.
         runbook_url: URL of docs/how-to/troubleshoot.md.

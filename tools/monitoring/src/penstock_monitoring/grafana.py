@@ -36,7 +36,7 @@ def dashboard(
 
     Args:
         worker_hour_usd: price of one worker per hour.
-        targets: share of events that must be good, by objective.
+        targets: share of events that must be good, keyed by objective.
     """
     panels: list[dict[str, Any]] = []
     bottom = 0

@@ -234,7 +234,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
 def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, Any]:
     styles = {"bars": {"drawStyle": "bars", "fillOpacity": 80, "stacking": {"mode": "normal"}}}
     custom = styles.get(panel.shape, {})
-    # The data source turns the column metric into a label.
+    # The data source turns the metric column into a label.
     series = {"unit": _UNITS[panel.unit], "displayName": "${__field.labels.metric}"}
     return {
         "type": "table" if panel.shape == "table" else "timeseries",

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 PERIOD = "28d"
 """An error budget's period: four full weeks, so that each has the same number of weekends."""
 DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
-"""Share of events that must be good. Same values as in Terraform's variable `slos`."""
+"""Share of events that must be good. Same values as in Terraform's `slos` variable."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
 """On-demand price of a g2-standard-8 in us-central1, with one L4 (infra/terraform/prices.yaml)."""
@@ -83,7 +83,7 @@ class Bounds:
     """The numbers in a query, or the placeholders that Terraform or Grafana replaces."""
 
     budgets: Mapping[str, str]
-    """Share of events that may be bad, by objective."""
+    """Share of events that may be bad, keyed by objective."""
     least_bad_events: str
     """Minimum number of bad events in the long window before an alert fires."""
 

@@ -1,6 +1,6 @@
 """The dashboards' contents: sections of panels with their PromQL, for Google and Grafana.
 
-The labels `model` and `lane` come from the API. `worker` is added by the collector to all pods of a
+The `model` and `lane` labels come from the API. `worker` is added by the collector to all pods of a
 model, because their own metrics don't name their deployment.
 """
 

@@ -1,7 +1,7 @@
 """How many workers the autoscaler requests under a given load, for both plans and simulations.
 
-Quotas and limits sized for the average would hold back the autoscaler: it counts arrivals over a
-short period, so their number varies, and it requests even more workers while it catches up after a
+Quotas and limits sized for the average load would hold back the autoscaler: it counts arrivals over
+a short period, so the counts vary, and it requests even more workers while catching up after a
 step. tools/planning/tests/simulation/test_bounds.py compares the rule to simulations.
 """
 
@@ -16,12 +16,12 @@ ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
 """How many standard deviations to allow for in the arrivals within ARRIVED_S.
 
-One in 30,000 intervals exceeds this, or about one in 31 days.
+About one in 30,000 intervals exceeds this, or one every 31 days.
 """
 
 
 def usual_workers(load: float) -> int:
-    """Returns the number of workers for a constant load in Erlangs, without variation."""
+    """Returns the number of workers for a constant load in Erlangs with no random variation."""
     # If a load exactly fills its workers, a rounding error must not add one more.
     return math.ceil(load / UTILIZATION * (1 - 1e-12))
 

@@ -40,7 +40,7 @@ def to_configuration_error(error: ValidationError, where: str) -> ConfigurationE
     """Converts the first validation error into a ConfigurationError that names the field.
 
     Args:
-        where: the file or option that it was read from.
+        where: the file or option that the entry was read from.
     """
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]

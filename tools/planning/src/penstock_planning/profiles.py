@@ -1,4 +1,4 @@
-"""Figures from device profiles (`penstock optimize MODEL --device`) instead of assumptions."""
+"""Figures from device profiles (`penstock optimize MODEL --device`), not assumptions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Profiles = Sequence[DeviceProfile]
 
 
 def find_profile(profiles: Profiles, model: Model) -> DeviceProfile | None:
-    """Returns a model's profile on its entry's GPU type, or None if not measured."""
+    """Returns a model's profile on its entry's GPU type, or None if it was not measured."""
     return next((profile for profile in profiles if profile.is_of(model)), None)
 
 
 def with_served_batches(catalog: Catalog, profiles: Profiles = ()) -> Catalog:
     """Returns the catalog with the batch sizes that workers will use.
 
-    They depend on the device. On a device without a profile, they are assumed to have the default
-    values.
+    They depend on the device. On a device without a profile, the default batch sizes are assumed.
     """
     models = []
     for model in catalog.models:
@@ -38,13 +37,13 @@ def find_seconds(
 ) -> dict[str, Any]:
     """Returns `seconds_per_item` and its source for a load that doesn't specify them.
 
-    Empty if there are no profiles, or if they don't include figures for such a model.
+    Empty if there are no profiles or they don't include figures for this kind of model.
 
     Args:
         load: a model's rates or its load in a scenario, not validated yet.
 
     Raises:
-        ConfigurationError: the model was not measured on its GPU type, or the number of tokens is
+        ConfigurationError: the model was not measured on its GPU type, or the token count is
             missing.
     """
     is_encoder = isinstance(model.definition, EmbeddingTask)
@@ -83,7 +82,7 @@ def _describe(profile: DeviceProfile) -> str:
 def tokenizing_notes(
     profiles: Profiles, texts_per_s: Mapping[str, float], models: Sequence[Model]
 ) -> Iterator[str]:
-    """Yields models whose workers would get more texts than one process can tokenize.
+    """Yields models whose workers would receive more texts than one process can tokenize.
 
     Args:
         texts_per_s: texts per second for each worker, by model name.

@@ -19,7 +19,7 @@ KEY = "0" * 64
 
 
 class TaskSamples(NamedTuple):
-    """One task's samples, for one of its models."""
+    """Samples for a task, based on one of its models."""
 
     work: Callable[[Model, float | None], float | None]
     """Returns a typical item's work in the task's unit, or None if unknown. Takes the number of
@@ -51,7 +51,7 @@ def _make_pair(model: Model, size_bytes: int) -> SimilarityInput:
 
 
 def _make_score(model: Model, size_bytes: int | None) -> SimilarityResult:
-    """Returns a score with all its digits."""
+    """Returns a score with full precision."""
     return SimilarityResult(0.1234567890123456, 100)
 
 

@@ -77,7 +77,7 @@ def test_regions_can_be_words(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert run_penstock("deploy", "plan", *words) == 0
     regions = json.loads(capsys.readouterr().out)["tfvars"]["regions"]
-    # The index of Terraform's default region is kept.
+    # Terraform's default region keeps its index.
     assert {name: region["index"] for name, region in regions.items()} == {
         "us-central1": 1,
         "europe-west4": 0,
@@ -170,7 +170,8 @@ def test_quotas_hold_the_peak_and_what_chance_adds() -> None:
     platform = Platform.model_validate({"nodes": {"overflow": "a100"}, "domain": "api.example.com"})
     plan = plan_of(entry(), rates={"texts": rate(10, peak_per_s=1000)}, platform=platform)
     needed = {(quota.name, quota.place): quota.needed for quota in plan.quotas}
-    # 10 Erlangs: 15 workers. With 4 standard deviations of 90,000 arrivals, all busy at 0.9: 17.
+    # 10 Erlangs: 15 workers. Allowing for 4 standard deviations of 90,000 arrivals, with all
+    # workers busy at 0.9 utilization, takes 17 workers.
     (pool,) = plan.sites[0].pools
     assert (pool.nodes_peak, pool.nodes_most) == (15, 17)
     for gpus in ("NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS", "NVIDIA_A100_GPUS"):

@@ -162,7 +162,7 @@ def test_more_memory_than_a_worker_has_is_noted(
 
 @pytest.fixture
 def weighing(folder: Path) -> Path:
-    """Writes a class with `work`: 4 inputs with a work of 10 each take a second together."""
+    """Writes a class with `work`: together, 4 inputs with a work of 10 each take one second."""
     changed = INTERFACE.model_dump() | {"weighs": True, "batches": True}
     interface = ModelInterface.model_validate(changed)
     (folder / "mine" / "penstock.schema.json").write_text(interface.as_json)

@@ -199,7 +199,7 @@ async def test_a_pass_of_the_archive_takes_as_many_calls_as_are_priced() -> None
     store.calls.clear()
     await RowArchive(store, "rows", TableOfRows()).run_once()
     assert (store.calls["list"], store.calls["write"]) == (1, costs.PASS_WRITES)
-    # The file is read when its day is merged, a read that is priced with its pass.
+    # The file is read when its day is merged, and the cost of that read is included in its pass.
     assert store.calls["read"] == 5 + costs.PASS_READS - 1
 
 

@@ -1,4 +1,4 @@
-"""Known values from Erlang's formulas, and properties for any number of servers."""
+"""Known values from Erlang's formulas, and properties that hold for any number of servers."""
 
 import math
 from functools import partial

@@ -80,12 +80,12 @@ def test_both_costs_are_told() -> None:
 def test_it_is_told_what_replies_that_share_messages_cost() -> None:
     direct, shared, count = told(planned(entry(), 5000).notes)
     assert 1 < count <= entry().batch.max_items
-    # A vector exceeds the minimum billed size, so only attributes are saved.
+    # A vector exceeds the minimum billed size, so sharing saves only the attributes.
     assert 0.9 * direct < shared < direct
 
 
 def told(notes: Sequence[str]) -> tuple[float, float, int]:
-    """Returns the costs of direct replies and shared messages, and how many share one."""
+    """Returns the costs of direct replies and shared messages, and how many replies share one."""
     (note,) = (note for note in notes if "the replies of" in note)
     match = re.search(r"about ([\d,.]+) USD per month direct.*, ([\d,.]+) if (\d+) share", note)
     assert match is not None, note

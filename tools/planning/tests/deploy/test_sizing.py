@@ -1,4 +1,4 @@
-"""Workers, GPUs and instances: worked examples, and properties for any rate."""
+"""Workers, GPUs, and instances: worked examples, and properties that hold for any rate."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def test_peak_and_mean_are_told_apart() -> None:
 
 def test_a_short_deadline_takes_more_workers() -> None:
     easy = plan_of(entry(), rates={"texts": rate(100)}).sites[0].workers[0]
-    # A batch takes 0.16 s and the round trip 0.1 s: that leaves 40 ms to wait.
+    # A batch takes 0.16 s and the round trip 0.1 s, which leaves 40 ms to wait.
     hard = (
         plan_of(entry(deadline={"default_s": 0.3}), rates={"texts": rate(100)}).sites[0].workers[0]
     )
@@ -137,7 +137,7 @@ TEXT: dict[str, Any] = {
 
 
 def test_texts_are_sized_by_their_tokens() -> None:
-    # 8,192 tokens of keys and values hold 16 texts of 300 tokens, or 8 texts of 1,000.
+    # 8,192 tokens of keys and values hold 16 texts of 300 tokens each, or 8 texts of 1,000.
     for tokens, items in ((300, 16), (1000, 8)):
         demand = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
         plan = plan_of(entry(**TEXT), rates=demand)
@@ -173,7 +173,7 @@ def test_texts_wait_for_a_place_and_not_for_a_batch() -> None:
 
 
 def test_short_deadlines_take_more_workers_for_texts_too() -> None:
-    # 0.68 of a worker, whose 16 places are occasionally all taken, for 3.2 s each.
+    # 0.68 of a worker, all 16 places of which are occasionally taken, for 3.2 s each.
     demand = {"texts": rate(3.4, seconds_per_item=0.2)}
     easy, hard = (
         plan_of(entry(**TEXT, deadline={"default_s": limit_s}), rates=demand).sites[0].workers[0]
@@ -190,7 +190,7 @@ def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
 
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
     # A response takes about 0.1 s of network time and 0.16 s of batch time, so at 1,000 per second,
-    # about 270 are open.
+    # about 270 requests are open.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
     assert plan.sites[0].api_peak == 4
     assert plan_of(entry(), rates={"texts": rate(1000, hit_share=1)}).sites[0].api_peak == 1

@@ -52,7 +52,7 @@ def test_constant_load_has_constant_workers(
     assert model.replicas.most <= 1.1 * model.replicas.mean
     assert model.p95_s is not None
     assert model.p95_s < most_p95_s
-    # With so few GPUs, those kept warm for one more worker make up a tenth.
+    # With so few GPUs, the ones kept warm for one more worker make up a tenth of the total.
     assert summary.worker_busy_share >= 0.6
     assert model.served == model.arrived - model.open
 
@@ -127,8 +127,8 @@ def test_batch_priority_keeps_no_workers_that_callers_left() -> None:
         "models.sd-1-5.start_replicas=20",
     )
     last = result.recorder.samples[-1]
-    # Callers send enough work for two workers at 0.7. An equal amount at `batch` priority waits for
-    # idle workers.
+    # Callers send enough work for two workers at 0.7. The same amount of work at `batch` priority
+    # waits for idle workers.
     assert last.replicas <= 4
 
 
@@ -158,8 +158,8 @@ def test_nobody_asking_leaves_no_worker() -> None:
 
 def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
     # Callers in the first region send work for eight workers, but it gets only two GPUs. Arrivals
-    # cause the other region to request three workers, but it does the rest of the ten workers'
-    # work.
+    # cause the other region to request three workers, but it ends up doing the rest of the ten
+    # workers' work.
     result = run(
         "sd-constant",
         "duration_s=3000",

@@ -98,7 +98,7 @@ def test_shipped_loads_fit(name: str, per_s: float) -> None:
     entry = {"replicas": {"min": 2, "max": 150}}
     quota = requested(entry, per_s, seconds_per_item=2.0)[1]
     assert summary.gpus_to_request == quota
-    # The plan used to request 59 nodes for sd-constant, which reached 62.
+    # The plan used to request 59 nodes for sd-constant, but the simulation reached 62.
     assert summary.gpus_most <= quota <= 1.2 * summary.gpus_most
 
 

@@ -22,7 +22,7 @@ def run(
     cluster: dict[str, Any] | None = None,
     **fields: Any,
 ) -> SimulationResult:
-    """Runs a fixed number of workers, whose pods are requested from the start."""
+    """Runs a fixed number of workers, whose pods are requested at the start."""
     return simulate(
         scenario(
             entry={
@@ -65,8 +65,7 @@ def test_a_worker_with_idle_neighbors_has_the_whole_gpu() -> None:
 
 
 def test_a_lost_worker_gives_its_jobs_back() -> None:
-    # Jobs of 60 s take longer than the notice period. The workers that replace them come with new
-    # nodes.
+    # Jobs of 60 s take longer than the notice period. The replacement workers come with new nodes.
     lost = [{"kind": "spot_loss", "at_s": 20, "share": 1.0}]
     stream = {"kind": "constant", "per_s": 0.5, "spacing": "even", "until_s": 5}
     result = simulate(

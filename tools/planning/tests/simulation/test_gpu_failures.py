@@ -42,7 +42,7 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert max(result.recorder.models["model"].answer_s) > 20
     ready = {sample.at_s: sample.ready for sample in result.recorder.samples}
     assert {count for at_s, count in ready.items() if 625 <= at_s < 700} == {9}
-    # The buffer has a place for the next worker, which takes a minute to warm up.
+    # The buffer has room for the next worker, which takes a minute to warm up.
     assert failure.emptied_s == 45
     assert failure.replaced_s == pytest.approx(45 + 60, abs=5)
 

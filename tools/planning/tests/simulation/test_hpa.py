@@ -51,7 +51,7 @@ def test_bounds_hold() -> None:
 
 def test_scaling_down_by_four_pods_or_a_tenth_takes_the_larger_change() -> None:
     # kubernetes.io: of 80 replicas, 8 are removed in the first minute; 10% of 72 is 7.2, so 8 more
-    # are removed; at 40, four pods are removed at a time.
+    # are removed; at 40 or fewer, four pods are removed at a time.
     policies = [
         {"type": "Pods", "value": 4, "periodSeconds": 60},
         {"type": "Percent", "value": 10, "periodSeconds": 60},

@@ -13,8 +13,8 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=10)
 
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
-"""The startup of a node and a pod, the time for the autoscaler to notice and order them, a step of
-more than four workers, and the deadline of the texts that arrived earlier.
+"""The startup times of a node and a pod, the time the autoscaler takes to notice and order them, a
+step with more than four workers, and the deadline of the texts that arrived earlier.
 """
 
 
@@ -66,7 +66,7 @@ def test_four_times_the_texts_get_workers_within_minutes() -> None:
 
 
 def test_images_that_join_count_as_those_that_do_not() -> None:
-    """A single image takes nearly all of its GPU, so most of its steps count as work."""
+    """A single image takes up nearly all of its GPU, so most of its steps count as work."""
     result = run(
         "sd-joining",
         "duration_s=1800",
@@ -77,8 +77,8 @@ def test_images_that_join_count_as_those_that_do_not() -> None:
     needed = math.ceil(wanted(result, "sd-1-5", 3))
     assert needed <= model.replicas.least
     assert model.replicas.most <= needed + 2
-    # Even without arrivals, as in a region whose callers use other regions, busy workers must have
-    # the same effect.
+    # Busy workers must have the same effect even without arrivals, as in a region whose callers use
+    # other regions.
     assert result.summary.worker_busy_share == pytest.approx(
         result.summary.worker_work_share, rel=0.1
     )

@@ -1,4 +1,4 @@
-"""The autoscaler's queries on a site's Prometheus with our metrics and RabbitMQ's queues."""
+"""The autoscaler's queries on a site's own Prometheus, with our metrics and RabbitMQ queues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(series: TimeSeries, query: str | None) -> float | None:
 
 def test_messages_of_both_priorities_are_seconds_of_work(series: TimeSeries) -> None:
     for priority, count in zip(PRIORITIES, (30, 12), strict=True):
-        # Both of the functions' instances report the same queue.
+        # Both instances of the functions report the same queue.
         for pod in ("functions-a", "functions-b"):
             waits(series, priority, count, pod=pod)
     assert ask(series, QUERIES.messages()) == 42 * GUESS_S

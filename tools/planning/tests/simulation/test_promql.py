@@ -17,7 +17,7 @@ NOW_S = 1000.0
 
 @pytest.fixture
 def series() -> TimeSeries:
-    """Returns a counter that grows by 7 every 10 s in two pods, and a gauge with two regions."""
+    """Returns a counter that grows by 7 every 10 s in two pods, and a gauge in two regions."""
     stored = TimeSeries()
     for number in range(101):
         for pod, per_sample in (("a", 7.0), ("b", 1.0)):

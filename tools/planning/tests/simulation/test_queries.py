@@ -54,7 +54,7 @@ class World:
     def items(
         self, *, per_s: float, seconds: float, spare: float | None, region: str = "here"
     ) -> World:
-        """Adds a worker's finished items, with the model seconds and spare seconds of each."""
+        """Adds a worker's finished items, with the model seconds and spare seconds for each."""
         labels = (("location", region), ("pod", "a"), ("worker", "images"))
         counters = {"batch_items_sum": 1.0, "inference_seconds_sum": seconds}
         if spare is not None:
@@ -105,7 +105,7 @@ def test_what_waits_takes_workers_by_its_deadline() -> None:
 
 
 def test_callers_who_hang_up_buy_no_gpus() -> None:
-    # A thousand per second, none of which is ever finished by any worker.
+    # A thousand items per second arrive, and no worker ever finishes any of them.
     assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == MAX_STEP
     busy = World().api(per_s=1000.0).worker("a", 1.0)
     assert busy.ask(QUERIES.arrivals()) == 2 * MAX_STEP
@@ -137,7 +137,7 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
 def test_items_count_for_their_seconds_less_what_was_spare(
     spare: float | None, seconds: float
 ) -> None:
-    # For workers that don't report it, such as older versions, all of their time counts.
+    # For workers that don't report it, such as older versions, all of their time counts as busy.
     world = World().api(per_s=0.5).api(priority="batch").worker("a", 0.9)
     world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
     assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)

@@ -34,7 +34,7 @@ def test_rules_are_what_kustomize_renders(tmp_path: Path) -> None:
 
 
 def _read(spec: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields from which rules are read, without the names that Kustomize changes."""
+    """Returns the fields that rules are read from, without the names that Kustomize changes."""
     if "triggers" in spec:
         triggers = [trigger | {"authenticationRef": None} for trigger in spec["triggers"]]
         return spec | {"triggers": triggers, "scaleTargetRef": None}

@@ -43,7 +43,7 @@ def summary(name: str) -> tuple[RunSummary, FlowSummary]:
 
 
 def test_idle_gpus_are_those_that_were_measured() -> None:
-    """Within 10%: 50 runs were measured, at a rate that varies randomly by 14%."""
+    """Within 10%: 50 runs were measured, at a rate with a random variation of 14%."""
     (shared, on_one), (apart, on_three) = summary("flow-shared"), summary("flow-apart")
     idle = (on_one.gpu_idle_s_per_run or 0.0, on_three.gpu_idle_s_per_run or 0.0)
     assert idle == pytest.approx(measured("GPU-seconds idle per run"), rel=0.1)
@@ -52,7 +52,8 @@ def test_idle_gpus_are_those_that_were_measured() -> None:
     busy = (1 - shared.gpu_busy_share, 1 - apart.gpu_busy_share)
     shares = measured("share of GPU time that is idle")
     assert busy == pytest.approx([share / 100 for share in shares], abs=0.03)
-    # On three workers, half of the runs don't wait at all, but on one, they wait for other runs.
+    # With three workers, half of the runs don't wait at all, but with one, they wait for other
+    # runs.
     assert 0.6 < (on_three.p50_s or 0.0) < 0.7 < (on_one.p50_s or 0.0) < 1.0
 
 
@@ -81,7 +82,7 @@ def shared(per_s: float, item_s: float, start: int = 1, **fields: Any) -> dict[s
 
 
 def test_the_autoscaler_follows_the_load_of_all_models_as_planned() -> None:
-    """Nine workers are busy, three with each model."""
+    """Nine workers are busy, three for each model."""
     scenario = scenario_of(shared(6.0, 0.5, start=14))
     run_summary = simulate(scenario).summary
     catalog, rules = read_deployed_rules(scenario)

@@ -40,7 +40,7 @@ def test_lone_items_take_all_of_their_steps() -> None:
     result = run(1, {"kind": "constant", "per_s": 0.1, "spacing": "even"})
     (model,) = result.summary.models
     assert model.p50_s == pytest.approx(TRIP_S + FIRST_S + STEPS * (FIXED_S + EACH_S))
-    # Each is worth a tenth of a full worker's second per second.
+    # Each item is worth a tenth of a full worker's second per second.
     assert result.summary.worker_work_share == pytest.approx(0.1 * FULL_S, rel=0.03)
 
 

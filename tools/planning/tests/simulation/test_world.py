@@ -173,7 +173,7 @@ def test_from_zero_the_first_request_is_served(buffer: int, start_s: float) -> N
     )
     (model,) = result.summary.models
     assert (model.arrived, model.served) == (1, 1)
-    # A pod, and a node without warm places, after one scrape and one poll.
+    # The time for a pod and a node without warm places, plus one scrape and one poll.
     assert model.p50_s is not None
     assert start_s < model.p50_s < start_s + 40
 

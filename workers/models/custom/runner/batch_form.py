@@ -48,7 +48,7 @@ def read_batch_form(target: Any) -> BatchForm:
     """Inspects a class's `predict_batch`.
 
     Raises:
-        ValueError: the method has a different form. The message explains what is wrong.
+        ValueError: the method's form is different. The message explains what is wrong.
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):

@@ -4,7 +4,7 @@
 and `cog._inspector` needs pydantic only for a class that has imported it. A class that imports any
 of them gets the real package.
 
-Every module of the runner imports Cog from here, so that no other import of it comes first.
+Every runner module imports Cog from here, so that no other import of it comes first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _stood_in_for(*modules: ModuleType) -> Iterator[None]:
 
 
 with _stood_in_for(_Requests("requests"), ModuleType("urllib.request")):
-    # Only this thread is running so far.
+    # Only this thread is running at this point.
     import cog
     from cog import _adt as adt
     from cog import predictor as cog_predictor
@@ -72,7 +72,7 @@ def import_all() -> None:
 class _Missing:
     """A finder that hides a package from this thread.
 
-    The class may still have packages that need the real one.
+    The class may still have packages that require the real one.
     """
 
     def __init__(self, name: str) -> None:

@@ -2,26 +2,27 @@
 
 Linux only, on a best-effort basis.
 
-The runner dies with its parent. It is the first process that the system kills if memory runs short.
-It has no capabilities, so it can't look into other processes even if it runs as root: the system
-lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities don't
-exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write
-only there and under its scratch folder.
+The runner exits if its parent does. It is the first process that the system kills when memory runs
+low. It has no capabilities, so it can't look into other processes even if it runs as root: the
+system lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities
+don't exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can
+write only there and under its scratch folder.
 
 - Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
-process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
-memory, no matter which user owns them. Starting with ABI 6 (Linux 6.12), it also can't send them
-signals or connect to their abstract Unix sockets. Child processes inherit these restrictions, which
-can't be undone.
+process can't access processes outside its restrictions, so it can't read their
+`/proc/<pid>/environ` or their memory, no matter which user owns them. Starting with ABI 6 (Linux
+6.12), it also can't send them signals or connect to their abstract Unix sockets. Child processes
+inherit these restrictions, which can't be undone.
 - A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder that disappears along with
 the runner, because classes write to fixed names such as `/tmp/out.png`. This requires the
-capability for it, or user namespaces, which not all systems grant to everyone (user_namespaces(7)).
+corresponding capability, or user namespaces, which not all systems grant to everyone
+(user_namespaces(7)).
 
 - In such a namespace, the class's folder is mounted below the class's view of it (overlayfs,
 available to everyone from Linux 5.11 on), so the class may change every file, and its changes are
 stored in its scratch folder. The view also appears at `/src`, where Cog puts it.
 
-`run_confined` does the same for a program, such as a package installer.
+`run_confined` does the same for another program, such as a package installer.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ NAME = b"penstock-class"
 SHARED_MEMORY = "/dev/shm"
 """Shared memory for multi-process libraries."""
 DEVICES = "/dev"
-"""Device files are writable, because CUDA writes to /dev/nvidia*. No rule covers ioctl, so all are
-allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading, because CUDA
-reads /proc/driver/nvidia and /sys.
+"""Device files are writable because CUDA writes to /dev/nvidia*. No rule covers ioctl, so all
+ioctls are allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading,
+because CUDA reads /proc/driver/nvidia and /sys.
 """
 OWN_THREADS = "/proc/self/task"
-"""CUDA names its threads there. It fails to start if it can't (CUDA_ERROR_OPERATING_SYSTEM).
+"""CUDA names its threads there. CUDA fails to start if it can't do so
+(CUDA_ERROR_OPERATING_SYSTEM).
 
 The folder contains only the threads of the process itself, not its child processes' threads.
 """
@@ -214,9 +216,9 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
     Args:
         folders: everything under them may be written, created and removed. Missing folders are
             skipped.
-        files_of: folders whose files may be written, but not created or removed. They stay open: a
-            rule applies to an inode, and /proc recreates an inode once it is no longer open
-            anywhere.
+        files_of: folders whose files may be written to, but not created or removed. The folders
+            stay open, because a rule applies to an inode, and /proc recreates an inode once it is
+            no longer open anywhere.
 
     Returns:
         The version of Landlock, or 0 if nothing was restricted.
@@ -329,7 +331,7 @@ class KeptPlaces(NamedTuple):
 
 
 def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
-    """Resolves these paths and, for `followed`, any links inside them.
+    """Resolves these paths, and any links inside the ones in `followed`.
 
     Folders that links lead to are also searched for links, if they are under `/tmp`. The search
     stops after MAX_SEARCHED_ENTRIES files and folders.
@@ -360,7 +362,7 @@ def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
 
 
 def _resolve(path: Path, links: dict[Path, Path]) -> Path | None:
-    """Returns the real path, or None if it doesn't exist, and records the links along the way."""
+    """Returns the real path, or None if it doesn't exist, and records any links along the way."""
     real, waiting, followed = Path("/"), deque(path.absolute().parts[1:]), 0
     while waiting:
         part = waiting.popleft()
@@ -399,7 +401,7 @@ def take_private_tmp(folder: Path, places: KeptPlaces) -> bool:
         places: places under `/tmp` that stay at their paths.
 
     Returns:
-        True if it succeeded. If not, `/tmp` is unchanged.
+        True if it succeeded. If it failed, `/tmp` is unchanged.
     """
     folder.mkdir(mode=0o1777, exist_ok=True)
     writable, *read_only = places.paths
@@ -453,7 +455,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
     These links are removed, because their targets are visible without them.
 
     Args:
-        view: receives what is written there.
+        view: receives everything that is written there.
         work: a folder that the system needs, on the view's disk. It is created.
 
     Returns:
@@ -468,7 +470,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
     try:
         work.mkdir()
         for link in targets:
-            link.unlink()  # first, because removing a link later would hide the file below it
+            link.unlink()  # first, because removing a link later would hide the file underneath it
         _mount("overlay", str(view), 0, kind="overlay", options=options)
     except OSError:
         for link, target in targets.items():
@@ -493,7 +495,7 @@ def show_at_src(view: Path, root: Path) -> bool:
         root: becomes the new root folder, with everything from the old one. It is created.
 
     Returns:
-        True if it succeeded. If not, nothing is changed.
+        True if it succeeded. If it failed, nothing has changed.
     """
     try:
         if Path(SRC).is_dir():
@@ -542,7 +544,8 @@ def _enter_namespace() -> None:
     user, group = os.getuid(), os.getgid()
     if libc.unshare(_NEW_USER | _NEW_MOUNTS):
         raise OSError(ctypes.get_errno(), "no namespace")
-    # A new namespace hides the process from its own user, and its maps from the process itself.
+    # A new namespace hides the process from its own user, and the process's maps from the process
+    # itself.
     libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
     for name, text in (
         ("setgroups", "deny"),

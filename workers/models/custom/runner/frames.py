@@ -25,7 +25,7 @@ MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 """Maximum size of an output as JSON, without its files. A large output is stored as a file."""
 MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
-"""More than the number of files in two maximum-size outputs, or in any input."""
+"""More than the number of files in two maximum-size outputs, or in any single input."""
 BATCH = -1
 """The number used to cancel a batch."""
 
@@ -67,7 +67,7 @@ class FrameReader:
         self._max_json_bytes = max_json_bytes
         self._data = bytearray()
         self._begun: tuple[dict[str, Any], list[int]] | None = None
-        """The message whose blobs have not arrived, and their lengths."""
+        """The message whose blobs have not yet arrived, and the blobs' lengths."""
 
     def feed(self, piece: bytes) -> None:
         self._data += piece

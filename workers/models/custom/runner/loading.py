@@ -57,7 +57,7 @@ class NotLoadable(Exception):
 
 
 def load(folder: Path) -> Loaded:
-    """Imports a folder's class. Runs its module, but not `setup`.
+    """Imports a folder's class. Runs the class's module, but not `setup`.
 
     Args:
         folder: contains cog.yaml, run.py, or predict.py.
@@ -162,10 +162,10 @@ def _report_as_not_loadable() -> Iterator[None]:
 def _method(
     predictor: Any, name: str, count: int, returns: type, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """Returns a method if it has our form.
+    """Returns a method if it has the form used here.
 
-    A class written for Cog may have a different one with the same name; in that case, returns None
-    and adds a line to `notes`.
+    A class written for Cog may have a different method with the same name; in that case, returns
+    None and adds a line to `notes`.
     """
     kind = type(predictor)
     if inspect.isfunction(predictor) or not hasattr(kind, name):
@@ -184,7 +184,7 @@ def _method(
 
 
 def set_up(loaded: Loaded) -> Any:
-    """Calls `setup`, passing the weights that COG_WEIGHTS specifies if it accepts them.
+    """Calls `setup`, passing it the weights specified by COG_WEIGHTS if it accepts them.
 
     Returns its return value: a coroutine if it is asynchronous.
     """
@@ -315,7 +315,7 @@ def _property(field: adt.InputField) -> dict[str, Any]:
 
 
 def _whole(bound: float | None) -> float | None:
-    """Returns a bound the way JSON shows it, because Cog converts all bounds to floats."""
+    """Returns a bound the way JSON displays it, because Cog converts all bounds to floats."""
     return int(bound) if bound is not None and float(bound).is_integer() else bound
 
 

@@ -1,12 +1,13 @@
 """The runner: loads a class, sets it up, and computes the requests that arrive on its socket.
 
 It receives `{"id", "input", "files", "context"}` with the files' bytes, and `{"cancel"}`. It sends
-`{"ready"}` or `{"failed", "is_final"}` once. For each prediction it then sends `{"id", "piece",
+`{"ready"}` or `{"failed", "is_final"}` once. For each prediction, it then sends `{"id", "piece",
 "files"}` for streamed output, followed by either `{"id", "output", …}` or `{"id", "error",
 "kind"}`.
 
-A class with `predict_batch` receives `{"batch"}`, the number of predictions whose frames follow. It
-responds to them together, or with `{"batch_error", "kind"}` if the batch failed as a whole.
+A class with `predict_batch` receives `{"batch"}` with the number of predictions whose frames
+follow. It responds to them together, or with `{"batch_error", "kind"}` if the batch failed as a
+whole.
 
 A runner started only to answer questions does not set up the class. It responds to an input with
 its `work`, and to `{"id", "outputs", "files"}` with whether the two outputs are `close`.
@@ -64,10 +65,10 @@ MAX_ERROR_CHARS = 2000
 MAX_LOG_CHARS = 8000
 MAX_SHOWN_CHARS = 80
 INVALID_INPUT = "InvalidInput"
-"""Name of an exception class, in any module, that blames the caller's input."""
+"""Name of an exception class, from any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
-"""Larger values are capped at this number, which is already far above any limit."""
+"""Larger values are capped at this number, which already far exceeds any limit."""
 
 
 class WrongInput(Exception):
@@ -92,7 +93,7 @@ def main(
         denied_ports: TCP ports to which it may not connect.
         disk_bytes: maximum size of a file the process writes. 0 means unlimited.
         inspects_only: True to exit once the class has been inspected.
-        is_aside: True to call `work` and `is_close` instead of computing.
+        is_aside: True to call `work` and `is_close` instead of computing predictions.
     """
     confined = _confine(folder, scratch, denied_ports, disk_bytes)
     connection = socket.socket(fileno=fd)
@@ -131,7 +132,7 @@ def _confine(
 def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Loaded | None:
     """Loads the class and sets it up.
 
-    Sends its interface or, on failure, the reason, and then returns None.
+    Sends the class's interface; on failure, sends the reason and returns None.
     """
     try:
         loaded = loading.load(view)
@@ -141,7 +142,7 @@ def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Lo
             if inspect.isawaitable(done):
                 _event_loop().run_until_complete(_await_value(done))
     except BaseException as error:
-        # The boundary with the class's code: all exceptions are reported to the other end.
+        # The boundary with the class's code, where all exceptions are reported to the other end.
         is_final = isinstance(error, loading.NotLoadable)
         if not is_final:
             traceback.print_exc()
@@ -173,7 +174,7 @@ def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool)
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Returns this process's event loop.
 
-    A synchronous class doesn't have one, and starts faster without asyncio.
+    A synchronous class doesn't have one, because it starts faster without asyncio.
     """
     import asyncio
 
@@ -201,7 +202,7 @@ def words_of(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Returns an error's text, without its type. Empty if its `__str__` fails, too."""
+    """Returns an error's text, without its type. Empty if its `__str__` also fails."""
     try:
         text = str(error)
     except Exception:
@@ -251,7 +252,7 @@ class _Prediction:
     def outputs(self) -> list[Any] | None:
         """Returns the two outputs to compare, with the paths of their files.
 
-        None if it is an input.
+        None for an input.
         """
         outputs: list[Any] | None = self._frame.message.get("outputs")
         if outputs is not None:
@@ -260,7 +261,7 @@ class _Prediction:
         return outputs
 
     def _write_files(self) -> Iterator[tuple[list[str | int], Path]]:
-        """Writes the received files. Yields the place and path of each."""
+        """Writes the received files. Yields the place and path of each file."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
         for number, (where, data) in enumerate(self._receive_parts()):
@@ -341,7 +342,7 @@ class _Prediction:
         """Returns the error, as a WrongInput if the class blames its caller's input.
 
         A class does so with an attribute `field` that names an input, or through the name of the
-        exception's class, so it doesn't need to import anything from us.
+        exception's class, so it doesn't need to import anything from Penstock.
         """
         field = getattr(error, "field", None)
         if isinstance(field, str) and field in self._fields:
@@ -376,11 +377,11 @@ def _kind_of(error: BaseException) -> str:
 def _traceback_of(error: BaseException) -> str:
     """Returns the traceback of an exception raised by a class's code.
 
-    Empty if other code raised it.
+    Empty if it was raised by other code.
     """
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
-    # Without our own frames, because the first ones are from this file.
+    # Without our own frames; the first ones are from this file.
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -476,7 +477,7 @@ class SyncRunner:
         return prediction.result(prediction.pieces)
 
     def _send(self, frame: bytes) -> None:
-        """Sends a frame. A cancellation waits until it is complete."""
+        """Sends a frame. A cancellation waits until this is complete."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._may_interrupt = False
@@ -486,7 +487,7 @@ class SyncRunner:
     def _interruptible(self) -> None:
         """From here on, a cancellation interrupts the class.
 
-        A cancellation that arrived earlier does so now.
+        A cancellation that arrived earlier takes effect now.
         """
         self._may_interrupt = True
         if self._is_canceled:
@@ -602,7 +603,7 @@ def _make_object(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
     """Returns the frame for one of a batch's outputs.
 
-    An exception in place of an output fails its prediction.
+    An exception in place of an output fails that prediction.
     """
     if isinstance(output, BaseException):
         return prediction.failure(output)
@@ -614,7 +615,7 @@ def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
 
 
 def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> bytes:
-    """Returns the frame for an error in a whole batch.
+    """Returns the frame for an error that affects a whole batch.
 
     If the batch has only one input, that input may be the cause.
     """
@@ -665,8 +666,8 @@ class AsyncRunner:
     def _handle(self, frame: Frame) -> None:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
-                # After its first step, because a task that has not started would end without a
-                # response.
+                # After the task's first step, because a task that hasn't started would end without
+                # a response.
                 self._loop.call_soon(task.cancel)
             return
         self._begin(frame.message["id"], self._compute(frame))

@@ -1,6 +1,6 @@
 """Converts a class's return type to JSON Schema, as Cog's schema generator does.
 
-Cog's runtime inspector, which reads the inputs, rejects most nested types. Cog serves them anyway,
+Cog's runtime inspector, which reads the inputs, rejects most nested types. Cog still serves them,
 because its schema is generated from source code and its server passes outputs on without checking
 them. Any part of a type that isn't recognized here matches any value, so no return type keeps a
 class from being served.
@@ -95,7 +95,7 @@ def _stream_schema(element: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, inside: tuple[type, ...]) -> dict[str, Any]:
-    """Returns a type's schema. `inside`: the enclosing models, so that recursion stops."""
+    """Returns a type's schema. `inside`: the enclosing models, used to stop recursion."""
     hint = _strip(hint)
     if adt._unwrap_opaque(hint)[1]:
         field = adt.FieldType.from_type(hint)
@@ -188,7 +188,8 @@ def _fields(kind: type) -> dict[str, Any] | None:
     try:
         hints = typing.get_type_hints(kind, include_extras=True)
     except Exception:
-        # The boundary with the class's code: a name used in a type may not exist at run time.
+        # The boundary with the class's code, because a name used in a type may not exist at
+        # runtime.
         hints = {}
     return {name: hints.get(name, Any) for name in names}
 

@@ -33,7 +33,7 @@ MAX_DEPTH = 120
 """Maximum nesting depth. Cog's server rejects JSON nested 128 levels deep."""
 MAX_SHOWN_LEVELS = 10
 MAX_INTEGER_BITS = 64
-"""Larger integers lose digits in most JSON readers, and our messages can't carry them."""
+"""Larger integers lose digits in most JSON readers, and our messages can't represent them."""
 ANY_BYTES = "application/octet-stream"
 Place = tuple[str | int, ...]
 """The path to a value in an output: field names and element indices."""
@@ -46,8 +46,8 @@ class WrongOutput(Exception):
 class OutputEncoder:
     """Encodes one prediction's output. `files` and `blobs` collect its files.
 
-    Each entry in `files` contains the path to the file's place in the output, its media type, and
-    its name.
+    Each entry in `files` contains the path to the file's place in the output, along with its media
+    type and name.
     """
 
     def __init__(self, output: Output) -> None:
@@ -83,9 +83,9 @@ class OutputEncoder:
         return plain
 
     def format_for_stream(self, piece: Any) -> Any:
-        """Returns an encoded piece as its stream shows it.
+        """Returns an encoded piece the way its stream shows it.
 
-        In text, None is empty and other values are JSON.
+        In text, None becomes an empty string and other values become JSON.
 
         `format_piece` in shared/models/tasks/custom.py does the same for the whole output.
         """
@@ -173,7 +173,7 @@ def _read(path: Path, at: Place) -> bytes:
 
 
 def _read_open(file: io.IOBase) -> bytes:
-    """Reads the whole contents of an open file, from the start if it is seekable, as in Cog."""
+    """Reads the entire contents of an open file, from the start if it is seekable, as Cog does."""
     if file.seekable():
         file.seek(0)
     data: str | bytes = file.read(MAX_FILE_BYTES + 1)

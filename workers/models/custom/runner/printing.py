@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 MARK_BYTES = 16
 MARK_BEGIN = b"\xff"
-"""A byte that UTF-8 text never contains, so the end of a text never looks like the start of a mark.
+"""A byte that never occurs in UTF-8 text, so the end of a text never looks like the start of a
+mark.
 """
 HEADER = struct.Struct("<QH")
 """The prediction number, and the length of the following data in bytes."""
 NOBODY = 0
-"""The number used outside of predictions."""
+"""The number used outside of any prediction."""
 MAX_DATA_BYTES = select.PIPE_BUF - MARK_BYTES - HEADER.size
 
 _number: contextvars.ContextVar[int | None] = contextvars.ContextVar("number", default=None)
@@ -57,7 +58,7 @@ class MarkedStream(io.BufferedIOBase):
         self._pid = os.getpid()
 
     def writable(self) -> bool:
-        """Returns True, because `io.TextIOWrapper` checks this."""
+        """Returns True, because `io.TextIOWrapper` checks for it."""
         return True
 
     def fileno(self) -> int:
@@ -65,7 +66,10 @@ class MarkedStream(io.BufferedIOBase):
         return self._descriptor
 
     def write(self, data: Any, /) -> int:
-        """Writes bytes at once. A forked child may outlive the prediction, so it marks nothing."""
+        """Writes bytes at once.
+
+        A forked child may outlive the prediction, so its output is not marked.
+        """
         number, written = _number.get(), bytes(data)
         if number is None or os.getpid() != self._pid:
             _write_all(self._descriptor, written)
@@ -101,7 +105,7 @@ def make_mark() -> bytes:
 def install() -> str:
     """Replaces the streams in `sys`. Returns the mark as hexadecimal digits.
 
-    Call it before importing the class: `logging` handlers keep the stream they find.
+    Call it before importing the class, because `logging` handlers keep whichever stream they find.
     """
     mark = make_mark()
     pipe = os.dup(1)  # a class may point descriptor 1 elsewhere

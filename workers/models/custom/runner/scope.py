@@ -30,7 +30,7 @@ class RecordedMetrics:
         self._values: dict[str, Any] = {}
 
     def record(self, key: str, value: Any, mode: str | None = None) -> None:
-        """Records a metric. `mode` is replace (default), incr, or append.
+        """Records a metric. `mode` is replace (the default), incr, or append.
 
         A value of None deletes the metric.
 
@@ -128,7 +128,7 @@ def _check_name(key: str) -> None:
 
 
 def _mistake(key: str) -> str:
-    """Returns the reason a name is invalid, in Cog's words. Empty if it is valid."""
+    """Returns the reason a name is invalid, in Cog's own words. Empty if it is valid."""
     segments = key.split(".")
     checks = (
         (len(key) > MAX_NAME_CHARS, f"must be at most {MAX_NAME_CHARS} characters"),

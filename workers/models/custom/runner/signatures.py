@@ -34,7 +34,7 @@ class Signature(NamedTuple):
     inputs: dict[str, adt.InputField]
     output: Output
     defaults: Mapping[str, Any] = types.MappingProxyType({})
-    """Defaults as written in the source, for inputs that are neither files nor secrets."""
+    """Defaults, as written in the source, for inputs that are neither files nor secrets."""
 
 
 def read_signature(function: Callable[..., Any], name: str) -> Signature:
@@ -70,7 +70,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
 def check_values(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
     """Checks a prediction's inputs and adds defaults.
 
-    As in Cog, numbers reach the class as the caller sent them and defaults as written in the
+    As in Cog, numbers reach the class as the caller sent them, and defaults as written in the
     source: a `float` may have an `int` value.
 
     Raises:
@@ -169,7 +169,7 @@ def _read_plain_defaults(
 def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Returns the types of a function's arguments and its return value, by name.
 
-    A type that refers to an undefined name stays a string; the others are evaluated.
+    A type that refers to an undefined name remains a string; the others are evaluated.
     """
     with contextlib.suppress(Exception):
         return typing.get_type_hints(function, include_extras=True)
@@ -184,11 +184,11 @@ def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _undecorate(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the class's function inside decorators that keep it in a closure."""
+    """Returns the class's function from inside decorators that keep it in a closure."""
     plain: Callable[..., Any] = inspect.unwrap(function)
     kinds = {parameter.kind for parameter in inspect.signature(plain).parameters.values()}
     if kinds & set(_VARIABLE):
-        with contextlib.suppress(ValueError):  # its closure contains several functions
+        with contextlib.suppress(ValueError):  # its closure contains more than one function
             return typing.cast("Callable[..., Any]", inspector()._unwrap(plain))
     return plain
 

@@ -35,7 +35,7 @@ _DEFAULT_PAGE_ROWS = 10_000
 
 
 class InsertIds:
-    """The insertIds from the last minute, so that a row that is sent twice is stored only once.
+    """The insertIds from the last minute, so that a row sent twice is stored only once.
 
     As in the service, this is best effort.
     """
@@ -64,7 +64,7 @@ class InsertIds:
 
 
 async def insert_all(request: Request) -> Response:
-    """Streams rows into a table. Each row that does not match gets its own error."""
+    """Streams rows into a table. Each row that doesn't match the schema gets its own error."""
     service = service_of(request)
     body = await json_body(request, _MOST_REQUEST_BYTES)
     # Rows are checked against the table's schema, and each gets a separate error.
@@ -131,8 +131,8 @@ def _insert_into(
 
 
 def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
-    # As in the service, rows may be streamed with a decorator only if their own values don't
-    # determine the partition.
+    # As in the service, rows may be streamed to a partition decorator only if their own values
+    # don't determine the partition.
     if not table.has_partition_time:
         raise InvalidError(
             f"Streaming to the partition {table.key}${partition_id}: only tables partitioned "
@@ -158,7 +158,7 @@ def _insert_id(row: Json) -> str | None:
 
 
 def _row_error(index: int, error: BadValueError | None) -> Json:
-    # A valid row next to an invalid one is "stopped": it was not inserted either.
+    # A valid row sent along with an invalid one is "stopped": it was not inserted either.
     reason = "stopped" if error is None else "invalid"
     location, message = ("", "") if error is None else (error.location, error.message)
     detail = {"reason": reason, "location": location, "debugInfo": "", "message": message}

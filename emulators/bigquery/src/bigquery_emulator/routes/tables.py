@@ -63,7 +63,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Changes a table or view: PATCH keeps fields that the body omits, PUT does not."""
+    """Changes a table or view: PATCH keeps fields that the body omits; PUT does not."""
     service, body = service_of(request), await json_body(request)
     view_schema = await _view_schema(service, table_key(request), body)
     change = partial(

@@ -1,4 +1,4 @@
-"""Routes for load jobs with a file, sent in one multipart request or in a resumable upload.
+"""Routes for load jobs with a file, sent in one multipart request or as a resumable upload.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
@@ -64,7 +64,7 @@ class Session:
 
 
 class Sessions:
-    """Uploads in progress, by id. Abandoned uploads are dropped."""
+    """Uploads in progress, keyed by id. Abandoned uploads are dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -107,7 +107,7 @@ class Sessions:
             session.is_held = False
 
     def drop(self, name: str) -> None:
-        """Forgets an upload. Its file now belongs to its job."""
+        """Forgets an upload. The job now owns the file."""
         del self._sessions[name]
 
     def close(self, name: str) -> None:
@@ -116,7 +116,7 @@ class Sessions:
 
 
 async def upload(request: Request) -> Response:
-    """Starts a load with its file, or a session for sending the file in parts."""
+    """Starts a load with its file, or a session for uploading the file in parts."""
     if query_options(request, UploadOptions)["uploadType"] == "multipart":
         return await _multipart(request)
     return await _open_session(request)
@@ -140,7 +140,7 @@ async def _takes_part(session: Session, request: Request) -> bool:
         raise InvalidError("Invalid value for Content-Range: must be bytes FIRST-LAST/TOTAL")
     first, total = match.group(1), match.group(3)
     if "content-range" not in request.headers:
-        # A request with the whole file has no range.
+        # A request that contains the whole file has no range.
         await _append(session, request)
         return True
     if first is not None:
@@ -169,7 +169,7 @@ async def _open_session(request: Request) -> Response:
     body = await json_body(request)
     new_job(project, body)
     name = sessions.open(Session(project, body))
-    # A header may contain only latin-1 characters, but a project's name may contain any.
+    # A header may contain only latin-1 characters, but a project name may contain any character.
     path = quote(request.url.path)
     place = request.url.replace(path=path, query=f"uploadType=resumable&upload_id={name}")
     return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})
@@ -185,7 +185,7 @@ async def _multipart(request: Request) -> Response:
 
 
 def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
-    """Returns the job JSON and the file from a multipart/related body (RFC 2387)."""
+    """Extracts the job JSON and the file from a multipart/related body (RFC 2387)."""
     match = re.search(r'boundary="?([^";]+)"?', content_type)
     if match is None:
         raise InvalidError("Multipart body without a boundary")
@@ -214,7 +214,7 @@ async def _start(request: Request, session: Session) -> Response:
 
 
 def _location(service: BigQueryService, job: BigQueryJob, body: Json) -> str:
-    """Returns a load's location: by default, its table's location."""
+    """Returns a load's location, which defaults to its table's location."""
     reference = job.configuration["load"].get("destinationTable") or {}
     named = DatasetKey(reference.get("projectId", job.project), reference.get("datasetId", ""))
     dataset = service.catalog.datasets.get(named)

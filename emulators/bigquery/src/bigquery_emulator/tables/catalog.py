@@ -86,7 +86,7 @@ class TableCatalog:
         return table
 
     def tables_of(self, key: DatasetKey) -> list[TableResource]:
-        """Returns a dataset's tables and views, by name."""
+        """Returns a dataset's tables and views, keyed by name."""
         self.dataset(key)
         tables = [table for name, table in list(self.tables.items()) if name.dataset == key]
         return sorted(tables, key=lambda table: table.key.table_id)
@@ -180,7 +180,7 @@ class TableCatalog:
                 if filled_by is not None:
                     physical.fill(cursor, table, schema, filled_by)
                 if old is not None:
-                    # Done only now, because the old table accepts rows while the new one is being
+                    # Done last, because the old table accepts rows while the new one is being
                     # filled.
                     held.enter_context(self.shapes.changing(key))
                     stored.drop_table(cursor, old)
@@ -200,13 +200,13 @@ class TableCatalog:
 
         Args:
             body: new settings, possibly with a schema.
-            etag: the version that the caller read. None: change whatever version exists.
+            etag: the version that the caller read. None: change it regardless of its version.
             is_patch: True to keep settings that `body` omits.
             view_schema: the fields of a view's new query.
 
         Raises:
             ConditionError: the table has changed since that version.
-            InvalidError: the schema would lose or change a field.
+            InvalidError: the schema would drop or change a field.
         """
         old = self.table(key)
         _expect(old.etag, etag)
@@ -232,7 +232,7 @@ class TableCatalog:
         """Replaces a table's schema with any other schema. Its rows are rewritten.
 
         Args:
-            sources: DuckDB's SQL over the old columns, by field name.
+            sources: DuckDB SQL over the old columns, keyed by field name.
 
         Raises:
             InvalidError: a row or setting does not match the new schema.

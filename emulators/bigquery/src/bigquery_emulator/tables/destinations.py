@@ -171,7 +171,8 @@ def _replaced(
 ) -> TableResource:
     settings = {**table.settings, **destination.settings}
     modes = {field.name.lower(): field for field in table.schema}
-    # A query has no descriptions and no REQUIRED fields; if the table has the field, it keeps both.
+    # A query result has no descriptions and no REQUIRED fields; if the table already has the field,
+    # it keeps both.
     fields = tuple(_kept(field, modes.get(field.name.lower())) for field in schema)
     return catalog.create_table(table.key, fields, settings, source, replaces=True)
 

@@ -18,7 +18,7 @@ def detect_schema(rows: Iterable[Json]) -> Schema:
     """Returns fields that match all rows.
 
     Args:
-        rows: JSON objects, or a CSV file's cells by column.
+        rows: JSON objects, or a CSV file's cells keyed by column.
 
     Raises:
         InvalidError: there are no rows, or a column's name is not valid.

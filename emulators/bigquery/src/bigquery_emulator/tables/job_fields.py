@@ -76,7 +76,7 @@ class _Writing(Fields, kw_only=True):
 
 
 class _QueryJob(_Query, kw_only=True):
-    # A struct has only one base, so these repeat the fields of _Writing.
+    # A struct can have only one base, so these repeat the fields of _Writing.
     create_disposition: _Create | msgspec.UnsetType = NOT_SET
     write_disposition: _Write | msgspec.UnsetType = NOT_SET
     schema_update_options: list[_SchemaUpdate] | msgspec.UnsetType = NOT_SET

@@ -56,7 +56,7 @@ class TypeLimits:
 
         Args:
             kind: the type's name in a schema.
-            value: DuckDB's SQL for the value.
+            value: DuckDB SQL for the value.
         """
         if self.max_length is not None:
             length = "octet_length" if kind == "BYTES" else "length"

@@ -1,4 +1,4 @@
-"""Rows that the server generates itself, queryable as a table: INFORMATION_SCHEMA and the like."""
+"""Rows that the server generates itself, such as INFORMATION_SCHEMA, queryable as a table."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Row = tuple[Any, ...]
 
 
 def fields(text: str) -> Schema:
-    """Parses a schema: `name` is a STRING, `name:INTEGER` has an explicit type."""
+    """Parses a schema: `name` is a STRING; `name:INTEGER` has an explicit type."""
     named = [word.partition(":") for word in text.split()]
     return tuple(Field(name, kind or "STRING") for name, _, kind in named)
 
@@ -35,7 +35,7 @@ class Listing:
         return json.dumps([{field.name: field.duckdb_type for field in self.schema}])
 
     def sql(self) -> str:
-        """Returns DuckDB's SQL after FROM, without an alias."""
+        """Returns the DuckDB SQL that goes after FROM, without an alias."""
         columns = ", ".join(f"r.{quoted(field.name)}" for field in self.schema)
         rows, structure = (text.replace("'", "''") for text in (self.json, self.structure))
         return f"(SELECT {columns} FROM (SELECT unnest(from_json('{rows}', '{structure}')) AS r))"

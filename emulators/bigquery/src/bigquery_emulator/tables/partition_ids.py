@@ -1,4 +1,4 @@
-"""Partition decorators: `table$20260131` names a table's partition.
+"""Partition decorators: `table$20260131` names one of the table's partitions.
 
 Source: https://docs.cloud.google.com/bigquery/docs/partitioned-tables#partition_decorators
 """
@@ -16,7 +16,7 @@ _NULL = "__NULL__"
 
 
 def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
-    """Returns a table's name without its decorator, and the partition that the decorator named."""
+    """Splits a table name into the name without its decorator and the partition that it named."""
     table_id, mark, partition_id = key.table_id.partition("$")
     if not mark:
         return key, None

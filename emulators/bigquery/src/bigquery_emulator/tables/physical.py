@@ -33,7 +33,7 @@ def fill(
     """Adds rows to a table.
 
     Args:
-        given: the table's fields, without any that the rows lack.
+        given: the table's fields, except any that the rows lack.
         source: DuckDB table or parenthesized query with the rows.
         partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
 
@@ -70,11 +70,11 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
         InvalidError: a row does not match.
     """
     if old.view_query is None and not old.schema and new.schema:
-        # Adds its first fields, which may be REQUIRED because there are no rows.
+        # Adds the table's first fields, which may be REQUIRED because there are no rows.
         rebuild(cursor, old, new, {})
         return
     if any(field.checks() for field in (*old.schema, *changed)):
-        # DuckDB can neither add a column with a CHECK nor change one.
+        # DuckDB can neither add a column with a CHECK constraint nor change one.
         old_names = {field.name.lower() for field in old.schema}
         same = {f.name: quoted(f.name) for f in new.schema if f.name.lower() in old_names}
         rebuild(cursor, old, new, same)
@@ -94,8 +94,8 @@ def rebuild(
         cursor: a session in a transaction.
         old: the table before the change.
         new: the same table with a different schema.
-        sources: DuckDB's SQL over the old columns, by column name. A column without SQL is NULL, or
-            an empty array.
+        sources: DuckDB SQL over the old columns, keyed by column name. A column without SQL is
+            NULL, or an empty array.
 
     Raises:
         InvalidError: a row does not match.

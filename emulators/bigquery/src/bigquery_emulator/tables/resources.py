@@ -94,7 +94,7 @@ class Partitioning:
 
     @property
     def column(self) -> str:
-        """The column that a query filters on."""
+        """The column that queries filter on to select partitions."""
         return self.field or PARTITION_TIME
 
 
@@ -151,7 +151,7 @@ class TableResource:
 
     @property
     def etag(self) -> str:
-        """Changes with every change to the table's settings or schema."""
+        """Changes whenever the table's settings or schema change."""
         return _etag(
             str(self.key), [self.settings, [f.resource() for f in self.schema]], self.modified_ms
         )

@@ -1,4 +1,4 @@
-"""Moves rows in and out of DuckDB: inserts canonical rows, reads pages in the API's wire format.
+"""Moves rows in and out of DuckDB: inserts canonical rows and reads pages in wire format.
 
 The wire format is `{"f": [{"v": ...}]}` with every scalar as text. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/list
@@ -63,7 +63,7 @@ def read_rows(
     """Returns a page of rows in the wire format, in the order they were written.
 
     Args:
-        start: the first row, from 0.
+        start: index of the first row, from 0.
         is_micros: True for TIMESTAMPs as whole microseconds instead of seconds as a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
@@ -73,7 +73,7 @@ def read_rows(
 def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
     """Like `read_rows`, for a whole table.
 
-    For a whole table, DuckDB preserves the order by itself and is faster.
+    For a whole table, DuckDB preserves the order on its own and is faster.
     """
     return _read(cursor, physical, schema, is_micros)
 
@@ -88,7 +88,7 @@ def _read(cursor: Cursor, source: str, schema: Schema, is_micros: bool) -> list[
 
 
 def readable_columns(schema: Schema, names: Sequence[str]) -> str:
-    """Returns DuckDB's SQL for columns, in types that its Python client can return.
+    """Returns DuckDB SQL for columns, using types that its Python client can return.
 
     Args:
         names: column names, quoted where necessary.
@@ -110,7 +110,7 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
         values: row by row, as DuckDB's Python client returns them for `readable_columns`.
         is_micros: see `read_rows`.
     """
-    # Done column by column, so that a type's format is selected only once.
+    # Done column by column, so that each type's formatter is selected only once.
     columns_found = zip(*values, strict=True)
     written = [
         _wire_column(field, column, is_micros)
@@ -211,7 +211,7 @@ def _size(name: str, field: Field) -> str:
     if field.mode == "REPEATED":
         if field.type in _WIDTHS:
             return f"coalesce(len({name}) * {_WIDTHS[field.type]}, 0)"
-        # A string of unknown length inside an array or a record: its JSON's size is close enough.
+        # A string of unknown length inside an array or a record: its JSON size is close enough.
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type == "RECORD":
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"

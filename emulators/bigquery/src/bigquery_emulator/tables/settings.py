@@ -24,7 +24,9 @@ _PARTITION_TYPES = ("DATE", "TIMESTAMP", "DATETIME")
 
 
 def merged(old: Json, patch: Json) -> Json:
-    """Returns `old` with the fields of `patch`. Null removes a field, and objects are merged.
+    """Returns `old` updated with the fields in `patch`.
+
+    Null removes a field, and objects are merged.
 
     This is how PATCH works in Google's APIs (JSON merge patch, RFC 7396).
     """
@@ -150,7 +152,7 @@ def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResou
     if default_ms is not None and settings.get("expirationMs") is None:
         settings["expirationMs"] = str(default_ms)
     if settings.get("expirationMs") in (None, "0"):
-        # Zero means no expiration, like an empty field.
+        # Zero means no expiration, just like an empty field.
         settings.pop("expirationMs", None)
     if settings.get("field"):
         _check_field(schema, settings["field"], _PARTITION_TYPES, "time partitioning")

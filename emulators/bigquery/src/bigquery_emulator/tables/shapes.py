@@ -19,7 +19,7 @@ class Shapes:
     A row added while its table is being rebuilt would be lost.
 
     Args:
-        patience_s: how long rows wait for a change to their table, counted from the change's start.
+        patience_s: how long rows wait for a change to their table, counted from when it started.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -38,7 +38,7 @@ class Shapes:
         arrive.
 
         Raises:
-            UnavailableError: the change is taking longer. The rows can be sent again.
+            UnavailableError: the change is taking longer than that. The rows can be sent again.
         """
         with self._is_free:
             while (since_s := self._since_s.get(key)) is not None:
@@ -57,7 +57,9 @@ class Shapes:
 
     @contextmanager
     def changing(self, key: TableKey) -> Iterator[None]:
-        """Keeps rows out of a table during a `with` block. There is only one writer.
+        """Keeps rows out of a table during a `with` block.
+
+        There is only one writer, so changes never overlap.
 
         Raises:
             BusyError: rows have been arriving for a minute without a break.

@@ -105,7 +105,7 @@ def _steps(path: str) -> list[Step]:
 
 
 def changed(text: str, path: str, value: str, creates: bool) -> str:
-    """Returns a JSON text with a value replaced at a path: JSON_SET.
+    """Implements JSON_SET: returns a JSON text with the value at a path replaced.
 
     Args:
         path: see `is_path`.
@@ -139,7 +139,7 @@ def _put(place: Any, steps: list[Step], value: Any, creates: bool) -> None:
 
 
 def removed(text: str, path: str) -> str:
-    """Returns a JSON text without the value at a path: JSON_REMOVE."""
+    """Implements JSON_REMOVE: returns a JSON text without the value at a path."""
     root = read_json(text)
     *steps, last = _steps(path)
     place = root

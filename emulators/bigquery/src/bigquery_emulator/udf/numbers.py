@@ -1,4 +1,4 @@
-"""NUMERIC functions for which DuckDB's DECIMAL would use a DOUBLE or has no equivalent."""
+"""NUMERIC functions for which DuckDB's DECIMAL has no equivalent or would use a DOUBLE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODES = {"ROUND_HALF_AWAY_FROM_ZERO": ROUND_HALF_UP, "ROUND_HALF_EVEN": ROUND_H
 
 
 def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
-    """Returns a NUMERIC rounded to this many digits after the decimal point; negative: before it.
+    """Returns a NUMERIC rounded to this many decimal places, or before the point if negative.
 
     Raises:
         ValueError: the mode does not exist, or the result has 30 digits before the decimal point.
@@ -28,7 +28,7 @@ def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
 
 
 def format_numeric(form: str, value: Decimal) -> str:
-    """Formats a NUMERIC with one of FORMAT's forms, such as `%10.2f`. Halves round away from zero.
+    """Formats a NUMERIC with a FORMAT specifier, such as `%10.2f`. Halves round away from zero.
 
     Raises:
         ValueError: the format requests too many digits.

@@ -32,6 +32,6 @@ def register(connection: Any) -> None:
 
 
 def unregister(connection: Any) -> None:
-    """Unregisters the functions. Otherwise DuckDB complains when the process exits."""
+    """Unregisters the functions. Otherwise, DuckDB complains when the process exits."""
     for name in _FUNCTIONS:
         connection.remove_function(name)

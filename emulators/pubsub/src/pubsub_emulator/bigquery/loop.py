@@ -24,7 +24,7 @@ LINGER_S = 0.1
 """How long messages wait so that they can share a request. One request per message would put more
 load on BigQuery.
 """
-# The same backoff as for push; the service's documentation compares the two.
+# Uses the same backoff as push; the service's documentation compares the two.
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 
@@ -35,7 +35,7 @@ class BigQueryLoop:
     """A subscription's loop.
 
     Args:
-        endpoint: URL of the BigQuery that contains the subscription's table.
+        endpoint: URL of the BigQuery server that has the subscription's table.
     """
 
     def __init__(self, subscription: SubscriptionState, endpoint: str) -> None:
@@ -69,7 +69,7 @@ class BigQueryLoop:
         return self._subscription.settings.ack_deadline_s
 
     async def _is_usable(self) -> bool:
-        """Check the table, unless it was usable last time. Publishes the result."""
+        """Check the table, unless it was usable the last time. Publishes the result."""
         if self._columns is not None:
             return True
         try:
@@ -108,7 +108,7 @@ class BigQueryLoop:
         self._settle(deliveries, refused)
 
     def _rows_of(self, deliveries: Sequence[Delivery]) -> tuple[dict[int, Row], dict[int, str]]:
-        """Return the rows, and the reasons some messages yield no row, by index in `deliveries`."""
+        """Return the rows, and why some messages yield no row, keyed by index in `deliveries`."""
         rows, refused = dict[int, Row](), dict[int, str]()
         config, path = self._subscription.proto.bigquery_config, self._subscription.path
         for place, delivery in enumerate(deliveries):

@@ -16,14 +16,14 @@ Row = dict[str, Any]
 Column = Mapping[str, Any]
 """A field in a table's schema, in the format of `tables.get`."""
 Columns = Mapping[str, Column]
-"""By lowercase name, because BigQuery's names are not case-sensitive."""
+"""Keyed by lowercase name, because BigQuery's names are not case-sensitive."""
 
 METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class RowRefused(Exception):
-    """A message does not match its table. The text contains the reason."""
+    """A message that does not match its table. The text contains the reason."""
 
 
 def columns_of(schema: Mapping[str, Any]) -> Columns:

@@ -39,7 +39,7 @@ class BigQueryTable:
     """A subscription's table.
 
     Args:
-        endpoint: URL of a BigQuery that requires no credentials.
+        endpoint: URL of a BigQuery server that requires no credentials.
         config: the table's name, and how to handle unknown fields.
     """
 
@@ -61,11 +61,11 @@ class BigQueryTable:
         return columns_of(self._json(answer).get("schema", {}))
 
     async def insert(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Add rows. Return the reasons for rejected rows, by index in `rows`.
+        """Add rows. Return the reasons for rejected rows, keyed by index in `rows`.
 
         Raises:
             TableUnusable: the table does not exist, or writing is denied.
-            TableUnavailable: BigQuery did not respond. It may have added rows.
+            TableUnavailable: BigQuery did not respond. BigQuery may have added the rows anyway.
         """
         body = {
             "skipInvalidRows": True,
@@ -80,7 +80,7 @@ class BigQueryTable:
             }
         if len(rows) == 1:
             return {0: _message(answer)}
-        half = len(rows) // 2  # The request is too large, or one row makes it fail.
+        half = len(rows) // 2  # The request is too large, or a single row makes it fail.
         first, second = await self.insert(rows[:half]), await self.insert(rows[half:])
         return first | {half + place: why for place, why in second.items()}
 

@@ -1,4 +1,4 @@
-"""The entry point to the state machine: every API call by name.
+"""The entry point to the state machine: runs any API call by name.
 
 It uses neither gRPC nor an event loop. Only `call`, the steps of a publish, the timers and
 `SubscriptionState.take` change the state, and each change is written to the journal.
@@ -30,9 +30,9 @@ class Broker:
         now_s: the clock, in seconds since the epoch. It must never go backwards.
         storage_bytes: memory limit for messages. A publish that exceeds it is rejected with
             RESOURCE_EXHAUSTED.
-        journal: receives each change. By default nothing survives the process.
-        bigquery_endpoint: URL of the BigQuery to which BigQuery subscriptions write. Without it,
-            such subscriptions are rejected.
+        journal: receives each change. By default, nothing outlives the process.
+        bigquery_endpoint: URL of the BigQuery server to which BigQuery subscriptions write. Without
+            it, such subscriptions are rejected.
     """
 
     def __init__(
@@ -112,6 +112,6 @@ class Broker:
     def pullable(self, path: str) -> SubscriptionState:
         """Return a subscription to `take` from.
 
-        Raises `NotFound` or `FailedPrecondition`, as a pull does.
+        Raises `NotFound` or `FailedPrecondition`, just as a pull does.
         """
         return self._subscriptions.consumable(path, for_pull=True)

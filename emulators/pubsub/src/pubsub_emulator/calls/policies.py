@@ -1,4 +1,4 @@
-"""The IAMPolicy service on the broker's state: policies are stored, but not enforced."""
+"""The IAMPolicy service, on top of the broker's state: policies are stored, but not enforced."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_versi
 from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
-"""The service's default etag when no policy was ever set; in base64, `ACAB`."""
+"""The service's default etag if no policy was ever set; in base64, `ACAB`."""
 _ETAG_BYTES = 8
 _MAX_PERMISSIONS = 100
 _FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
@@ -27,7 +27,7 @@ class PolicyCalls:
         self._registry = registry
 
     def get_iam_policy(self, request: Any) -> Any:
-        """Return a resource's policy. It is empty if none was set."""
+        """Return a resource's policy. The policy is empty if none was set."""
         self._registry.resource(request.resource)
         check_version("options.requested_policy_version", request.options.requested_policy_version)
         return self._policy(request.resource)
@@ -35,7 +35,7 @@ class PolicyCalls:
     def set_iam_policy(self, request: Any) -> Any:
         """Replace a resource's policy, or the fields in the mask.
 
-        Raises `ChangedMeanwhile` if the request's etag is not the latest one.
+        Raises `ChangedMeanwhile` if the request's etag is out of date.
         """
         self._registry.resource(request.resource)
         current = self._policy(request.resource)
@@ -56,7 +56,7 @@ class PolicyCalls:
     def test_iam_permissions(self, request: Any) -> Any:
         """Return all permissions in the request, because everything is permitted here.
 
-        For a resource that does not exist, return none, as the service does.
+        If the resource does not exist, return none, as the service does.
         """
         check_range("permissions count", len(request.permissions), 0, _MAX_PERMISSIONS)
         for permission in request.permissions:

@@ -59,8 +59,7 @@ class Publishing:
                 for _ in self._topic.deliver(stored, self._arrivals):
                     yield
                 if not is_alone:
-                    # The earlier check did not cover the memory added by subscriptions with a
-                    # filter.
+                    # The earlier check did not cover the memory used by filtered subscriptions.
                     registry.storage.admit(0)
                     if len(self.message_ids) % messages_a_step == 0:
                         yield

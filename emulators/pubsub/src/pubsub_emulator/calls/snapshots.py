@@ -26,7 +26,7 @@ class SnapshotCalls:
         self._registry = registry
 
     def create_snapshot(self, request: Any) -> Any:
-        """Keep unacked messages and all the topic's later messages for up to 7 days."""
+        """Keep unacked messages and all later messages on the topic for up to 7 days."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.topic is None or subscription.proto.detached:
             raise FailedPrecondition(
@@ -55,7 +55,7 @@ class SnapshotCalls:
         return self._registry.snapshot(request.snapshot).proto
 
     def update_snapshot(self, request: Any) -> Any:
-        """Change a snapshot's labels, or its expiration within the 7 days."""
+        """Change a snapshot's labels, or change its expiration within the 7 days."""
         snapshot = self._registry.snapshot(request.snapshot.name)
         proto = checked_snapshot(
             merge_update(snapshot.proto, request.snapshot, request.update_mask)

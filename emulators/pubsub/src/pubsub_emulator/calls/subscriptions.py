@@ -65,7 +65,7 @@ class SubscriptionCalls:
     def update_subscription(self, request: Any) -> Any:
         """Change a subscription's masked fields.
 
-        Its filter, topic and ordering never change.
+        Its filter, topic and ordering can't be changed.
         """
         subscription = self._registry.subscription(request.subscription.name)
         merged = merge_update(subscription.proto, request.subscription, request.update_mask)
@@ -120,7 +120,7 @@ class SubscriptionCalls:
         return empty()
 
     def modify_ack_deadline(self, request: Any) -> Any:
-        """Set when leases end, 0 to 600 seconds from now."""
+        """Set leases to end 0 to 600 seconds from now."""
         subscription = self.consumable(request.subscription)
         check_ack_request_size(request)
         if not request.ack_ids:

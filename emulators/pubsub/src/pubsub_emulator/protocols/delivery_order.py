@@ -17,7 +17,7 @@ def pause_before_delivery_s(headers: Iterable[tuple[str, str | bytes]] | None) -
     That saves up to 0.6 ms per round trip (decision 72).
 
     Args:
-        headers: the publish's headers, with names in lowercase.
+        headers: the publish request's headers, with names in lowercase.
 
     Returns:
         Seconds after the response. None: messages are delivered before it.

@@ -9,7 +9,7 @@ _DOMAIN = "pubsub.googleapis.com"
 
 
 def error_info(error: PubsubError) -> error_details_pb2.ErrorInfo:
-    """Return the `ErrorInfo`, with all of its entries, for an error that has a reason.
+    """Return the complete `ErrorInfo` for an error that has a reason.
 
     It is never shortened, because clients assume that every requested ack id missing from the list
     was confirmed. The service lists up to 4 MiB of ids, so Google's clients raise gRPC's limit of 8

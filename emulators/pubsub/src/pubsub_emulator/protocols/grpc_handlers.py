@@ -54,7 +54,7 @@ def _parsed(request: Any, data: bytes) -> Any:
 
 
 def _refusing(handle: Handle, kind: Any = None) -> Handle:
-    """Convert errors to the call's status. Given a request class, also parse the request."""
+    """Convert errors to the call's status. If given a request class, also parse the request."""
 
     async def refusing(request: Any, context: Any) -> Any:
         try:

@@ -170,7 +170,7 @@ def _publish(broker: Broker) -> Answer:
             await _take_in_the_rest(steps, journal)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
         if pause_s is None:
-            # while the publish is being written, because the response confirms the write
+            # done while the publish is being written, because the response confirms the write
             run_on(publishing.let_out())
         else:
             # Waits in the journal, because a caller that gives up must not leave a publish half
@@ -179,8 +179,8 @@ def _publish(broker: Broker) -> Answer:
             journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
         if pause_s is None and len(publishing.message_ids) == 1:
-            # Let the awakened stream write first, because its reader is waiting. This costs nothing
-            # under load, when publishers send many messages at a time.
+            # Let the awakened stream write first, because a reader is waiting for it. This costs
+            # nothing under load, when publishers send many messages at a time.
             await asyncio.sleep(0)
         return _serialize(publishing.response)
 
@@ -195,13 +195,13 @@ async def _begin_checked_publish(broker: Broker, request: Any, check: MessageChe
 
 
 async def _take_in_the_rest(steps: Generator[None], journal: ChangeJournal) -> None:
-    # Also closed when the caller gives up; otherwise nothing would release or remove the added
-    # messages.
+    # Also closed when the caller gives up; otherwise, the added messages would never be released or
+    # removed.
     with closing(steps):
         is_through = False
         while not is_through:
-            # Many subscriptions get many messages. A commit's size also limits a slice, because
-            # every other publish waits for the commit.
+            # Many subscriptions receive many messages each. The slice size is also limited by the
+            # size of a commit, because every other publish waits for the commit.
             await journal.committed()
             await asyncio.sleep(0)
             is_through = run_slice(steps)
@@ -213,7 +213,7 @@ def _with_definition(broker: Broker, name: str) -> Answer:
     async def answer_with_definition(request: Any, call: Call) -> bytes:
         definitions = await _read_definitions(broker, name, request)
         response = await answer(request, call)
-        del definitions  # kept until here so that definitions are not parsed again
+        del definitions  # kept until this point so that definitions are not parsed again
         return response
 
     return answer_with_definition
@@ -247,7 +247,7 @@ def _acknowledge(broker: Broker) -> Answer:
         try:
             response = _serialize(broker.call("Acknowledge", request))
         except AckIdsRefused:
-            # The response confirms every id that it does not name.
+            # The response implicitly confirms every id that it does not name.
             await broker.journal.acks_committed()
             raise
         # Otherwise acks are best effort, and are written with the next publish.

@@ -1,4 +1,4 @@
-"""Maps HTTP requests to calls, by the services' `google.api.http` rules.
+"""Maps HTTP requests to calls using the services' `google.api.http` rules.
 
 Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. A test compares these
 rules with the installed client's REST transports.

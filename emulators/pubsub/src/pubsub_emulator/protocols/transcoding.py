@@ -37,7 +37,7 @@ def to_request(
     """Convert an HTTP request to its protobuf request.
 
     Args:
-        path_fields: fields from the path, by name.
+        path_fields: fields from the path, keyed by name.
         body: the raw body. It is ignored if the rule has no body.
 
     Raises:
@@ -72,7 +72,7 @@ def to_json(kind: Any, response: bytes) -> bytes:
 
 def _decoded(body: bytes) -> dict[str, Any]:
     try:
-        # Otherwise `json` would guess the encoding of bytes that are not UTF-8.
+        # Otherwise, `json` would guess the encoding of bytes that are not UTF-8.
         decoded = json.loads(body.decode() or "{}", parse_constant=_refuse_constant)
         if _ESCAPED_SURROGATE.search(body):
             # An unpaired surrogate breaks the protobuf library and sometimes crashes the process.
@@ -91,7 +91,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _put(fields: dict[str, Any], descriptor: Any, name: str, value: str) -> None:
-    """Insert a parameter such as `a.b=1` as if it had been in the body."""
+    """Insert a parameter such as `a.b=1` as if it were part of the body."""
     *parents, last = name.split(".")
     for parent in parents:
         field = _field(descriptor, parent)
@@ -137,5 +137,5 @@ def _set(request: Any, name: str, value: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    # The rest of the message only lists the existing fields.
+    # The rest of the message just lists the existing fields.
     return str(error).split("\n")[0].strip()

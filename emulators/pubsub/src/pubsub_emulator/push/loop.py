@@ -14,11 +14,12 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 from pubsub_emulator.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 32
-"""Maximum number of messages a subscription sends to its endpoint at once.
+"""Maximum number of messages sent to a subscription's endpoint at once.
 
 The workers spend most of their time waiting for the endpoint.
 """
-# https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack; all others nack.
+# https://cloud.google.com/pubsub/docs/push#receive_push: these statuses ack the message; all others
+# nack it.
 ACK_STATUSES = frozenset({102, 200, 201, 202, 204})
 # The service's push backoff, used if the subscription does not have a retry policy.
 SHORTEST_PAUSE_S = 0.1
@@ -28,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class PushLoop:
-    """A subscription's push workers. They share the pause after a failure."""
+    """A subscription's push workers.
+
+    After a failure, all of a subscription's workers pause together.
+    """
 
     def __init__(self, subscription: SubscriptionState) -> None:
         self._subscription = subscription

@@ -40,7 +40,7 @@ def push_payload(
 def _envelope(subscription: SubscriptionState, delivery: Delivery) -> bytes:
     proto = delivery.message.proto
     published = proto.publish_time.ToJsonString()
-    # The service's envelope spells id and time both ways; receivers may read either.
+    # The service's envelope spells the id and time both ways; receivers may read either.
     message: dict[str, Any] = {
         "messageId": proto.message_id,
         "message_id": proto.message_id,

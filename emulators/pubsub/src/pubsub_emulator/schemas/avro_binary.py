@@ -1,8 +1,7 @@
 """Validates a message in Avro's binary encoding without storing its values.
 
-Library decoders construct every value, and some messages make them crash the process: an array of a
-billion nulls takes three bytes, and a recursive type can nest as deep as the message is long.
-Source:
+Library decoders construct every value, and some messages crash the process: an array of a billion
+nulls takes three bytes, and a recursive type can nest as deeply as the message is long. Source:
 https://avro.apache.org/docs/1.12.0/specification/#binary-encoding.
 """
 

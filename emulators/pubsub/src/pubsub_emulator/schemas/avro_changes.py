@@ -1,7 +1,7 @@
 """The changes that a revision of an Avro definition may make.
 
 Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution. A revision must
-satisfy these rules both as reader and as writer
+satisfy these rules as both reader and writer
 (https://cloud.google.com/pubsub/docs/commit-schema-revision).
 """
 
@@ -25,7 +25,7 @@ Schema = Any
 Pair = tuple[Schema, Schema, str]
 """A reader, a writer, and their location in the definitions."""
 Branches = Mapping[tuple[str, str], Schema]
-"""A union's branches by type, name and alias; the first branch wins."""
+"""A union's branches keyed by type, name and alias; the first branch wins."""
 
 
 def check_changes(latest: Schema, revised: Schema) -> None:
@@ -39,7 +39,10 @@ def check_changes(latest: Schema, revised: Schema) -> None:
 
 
 class _Reading:
-    """Reads one definition's data with another. The time grows with the length of both."""
+    """Checks whether one definition can read data written with another.
+
+    The time it takes grows with the length of both definitions.
+    """
 
     def __init__(self, told: str) -> None:
         self._told = told
@@ -81,7 +84,7 @@ class _Reading:
             raise Malformed(f"is {writer.size} bytes but must be read as {reader.size}")
 
     def _branch(self, union: Schema, writer: Schema) -> Schema:
-        """Return the branch that reads a writer."""
+        """Return the union branch that can read a writer's data."""
         branches = self._unions.get(id(union))
         if branches is None:
             branches = self._unions[id(union)] = _by_name(union)

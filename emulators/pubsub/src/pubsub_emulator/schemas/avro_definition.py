@@ -15,7 +15,7 @@ from pubsub_emulator.schemas.mismatch import Budget, Malformed
 MAX_NESTING = 64
 """Maximum nesting of a definition's JSON.
 
-The library's errors repeat each level, so with deeper nesting, formatting them took seconds.
+The library's errors repeat each level, so formatting them took seconds with deeper nesting.
 """
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,

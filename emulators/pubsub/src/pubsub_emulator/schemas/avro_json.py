@@ -1,7 +1,7 @@
 """Validates a message in Avro's JSON encoding.
 
 Source: https://avro.apache.org/docs/1.12.0/specification/#json-encoding. As in the service and its
-emulator, a record may have fields that the schema lacks, and a default does not make up for a
+emulator, a record may have fields that the schema lacks, and a default value does not make up for a
 missing field.
 """
 
@@ -31,7 +31,7 @@ def check_json(schema: avro.schema.Schema, message: bytes, budget: Budget) -> No
     """Reject a message that is not exactly one value of a schema.
 
     Raises:
-        Mismatch: the message does not match; contains the location and the reason.
+        Mismatch: the message does not match; the error has the location and the reason.
     """
     try:
         value = json.loads(message.decode(), parse_constant=_refuse_constant)

@@ -13,7 +13,7 @@ MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
 
 _LONGEST_REASON = 500
-"""Maximum length of a reason. Compilers repeat the text they could not parse."""
+"""Maximum length of a reason. Compilers repeat any text they could not parse."""
 _QUICKLY_READ_LENGTH = 8 * 1024
 _PROTOCOL_BUFFER = 1
 
@@ -62,8 +62,8 @@ def check_revision(definition: Definition, latest: Definition) -> None:
     """Reject a revision that makes forbidden changes.
 
     Raises:
-        InvalidArgument: the revision's type is different, or a field differs. The message names the
-            field.
+        InvalidArgument: the revision has a different type, or a field differs. The message names
+            the field.
     """
     if definition.kind != latest.kind:
         raise InvalidArgument("A revision can't change the type of a schema.")

@@ -1,11 +1,11 @@
-"""Reasons a definition is invalid or a message does not match, and limits on checking."""
+"""Reasons a definition is invalid or a message does not match, and limits on validation."""
 
 MAX_DEPTH = 100
 """Maximum nesting of a message's values. Schemas may be recursive."""
 MAX_VALUES = 5_000_000
 """Maximum values checked for one request's messages, over all revisions. This takes seconds.
 
-A few bytes of a message can encode any number of values that take no bytes.
+A few bytes of a message can encode any number of zero-byte values.
 """
 _LONGEST_TEXT = 500
 _LONGEST_END = 120
@@ -46,8 +46,8 @@ class Budget:
         """Count a value.
 
         Args:
-            depth: number of values that contain it.
-            values: cost of checking it, in values.
+            depth: number of values that this value is nested inside.
+            values: cost of checking the value, as a number of values.
 
         Raises:
             Mismatch: the value is nested too deeply, or there are too many values.

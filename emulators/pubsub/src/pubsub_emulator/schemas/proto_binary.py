@@ -38,7 +38,7 @@ def check_binary(root: MessageType, message: bytes, budget: Budget) -> None:
     """Reject bytes that are not a message of the given type.
 
     Raises:
-        Mismatch: the message does not match; contains the location and the reason.
+        Mismatch: the message does not match; the error has the location and the reason.
     """
     whole = (0, len(message))
     reader = _Reader(message, budget)
@@ -64,7 +64,7 @@ class _Reader:
                 raise
 
     def check_required(self, kind: MessageType, spans: Sequence[_Span], depth: int) -> None:
-        """Reject a message, possibly in parts, that lacks a required field."""
+        """Reject a message, possibly split into parts, that lacks a required field."""
         seen: set[int] = set()
         parts: dict[Field, list[_Span]] = {}
         if kind.is_map_entry:

@@ -10,7 +10,7 @@ def check_changes(latest: MessageType, revised: MessageType) -> None:
     Source: https://cloud.google.com/pubsub/docs/commit-schema-revision
 
     Raises:
-        Malformed: there is another change; the message names a field that differs.
+        Malformed: anything else changed; the message names a field that differs.
     """
     compared = set()
     pairs = [(latest, revised)]
@@ -42,6 +42,6 @@ def _check_optional(field: Field, message: MessageType) -> None:
 
 def _signature(field: Field, root: MessageType) -> tuple[object, ...]:
     kind = field.message or field.enum
-    # Types are named within the message, whose name may have changed.
+    # Types are named relative to the message, whose own name may have changed.
     type_name = kind.name.removeprefix(root.name) if kind else ""
     return (field.name, field.type, field.is_repeated, field.is_required, type_name)

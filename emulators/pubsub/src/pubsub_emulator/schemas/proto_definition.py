@@ -41,7 +41,7 @@ class ProtoDefinition:
 
 
 def _check_file(file: FileDescriptorProto) -> None:
-    """Reject valid files that are not schemas.
+    """Reject files that are valid but are not schemas.
 
     Source: https://cloud.google.com/pubsub/docs/schemas.
     """

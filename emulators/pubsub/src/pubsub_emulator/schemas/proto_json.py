@@ -1,7 +1,7 @@
 """Validates a message in the JSON encoding of protocol buffers.
 
 Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, as parsers do by
-default. Definitions have no imports, so no type has a special form in JSON.
+default. Definitions have no imports, so no type has a special JSON form.
 """
 
 import json
@@ -40,7 +40,7 @@ def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
     """Reject JSON that is not a message of the given type.
 
     Raises:
-        Mismatch: the message does not match; contains the location and the reason.
+        Mismatch: the message does not match; the error has the location and the reason.
     """
     try:
         value = json.loads(

@@ -1,7 +1,7 @@
 """The types in a protocol buffer definition, for validating messages.
 
-The library's message classes are not used, because they construct every value: with a type of 5,000
-fields, an empty value takes two bytes of a message and 40 KB of memory.
+The library's message classes are not used, because they construct every value: for a type with
+5,000 fields, an empty value takes two bytes in a message but 40 KB of memory.
 """
 
 from collections.abc import Iterable

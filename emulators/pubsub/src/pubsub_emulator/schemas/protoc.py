@@ -14,10 +14,10 @@ from pubsub_emulator.schemas.protoc_child import FAILED
 
 MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512
-"""Far more than real definitions need.
+"""Far more than any real definition needs.
 
-At the maximum size of 300 KiB, 50,000 reserved numbers took the longest, and names of 50,000
-letters used the most memory.
+At the maximum size of 300 KiB, 50,000 reserved numbers took the longest, and names 50,000 letters
+long used the most memory.
 """
 LIMIT_S = 30.0
 _CHILD = Path(__file__).with_name("protoc_child.py")
@@ -29,7 +29,7 @@ _IN_THE_FILE = re.compile(r"^(?:definition\.proto|/dev/stdin): (.+)", re.M)
 def compile_definition(definition: str) -> FileDescriptorProto:
     """Return the compiled form of a protocol buffer definition.
 
-    It takes tens of milliseconds, so call it in a thread.
+    This takes tens of milliseconds, so call it in a thread.
 
     Raises:
         Malformed: the first error reported by the compiler, with its line and column.

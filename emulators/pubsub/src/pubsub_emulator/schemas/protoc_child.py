@@ -1,4 +1,4 @@
-"""The child process of `protoc.py`: compiles its standard input within time and memory limits.
+"""The child process of `protoc.py`: compiles standard input within time and memory limits.
 
 It runs without this package and its libraries: `protoc_child.py <libraries> <seconds> <MiB>`.
 """

@@ -1,4 +1,4 @@
-"""Consumers' calls about their messages: acks, nacks, and lease extensions."""
+"""Consumer calls about their messages: acks, nacks, and lease extensions."""
 
 from collections.abc import Iterable
 
@@ -9,8 +9,8 @@ from pubsub_emulator.state.backlog import Backlog
 _MAX_REQUEST_BYTES = 512 * 1024
 """Source: https://cloud.google.com/pubsub/quotas.
 
-An error that lists every id in a request, with reasons, is smaller than the 4 MiB that Google's
-clients accept.
+Even an error that lists every id in a request, with reasons, is smaller than the 4 MiB that
+Google's clients accept.
 """
 
 
@@ -30,8 +30,8 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
     """Ack the messages with these ack ids.
 
     Returns:
-        Rejected ack ids with reasons. Empty without exactly-once delivery: in that case an expired
-            id acks the message if it still exists and is ignored otherwise.
+        Rejected ack ids with reasons. Empty without exactly-once delivery, where an expired id acks
+            the message if it still exists and is otherwise ignored.
 
     Raises:
         InvalidArgument: an ack id has an invalid format. Nothing was acked.
@@ -49,7 +49,7 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
 def modify_ack_deadline(
     backlog: Backlog, ack_ids: Iterable[str], deadlines_s: Iterable[int]
 ) -> dict[str, str]:
-    """Set leases to end this many seconds from now. 0 is a nack.
+    """Set leases to end this many seconds from now; 0 is a nack.
 
     Returns:
         Rejected ack ids with reasons. Empty without exactly-once delivery.

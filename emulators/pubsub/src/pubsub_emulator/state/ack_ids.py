@@ -1,4 +1,4 @@
-"""Ids that consumers use for acks: a new one each time a delivery is handed out."""
+"""Ack ids: consumers get a new one each time a delivery is handed out."""
 
 from pubsub_emulator.errors import InvalidArgument
 from pubsub_emulator.state.consumers import Delivery
@@ -17,11 +17,11 @@ class AckIds:
         self._prefix = f"{holder:x}"
 
     def of(self, delivery: Delivery) -> str:
-        """Return the ack id for a delivery's current hand-out."""
+        """Return the ack id for a delivery's current handout."""
         return f"{self._prefix}.{delivery.number}.{delivery.handouts}"
 
     def read(self, ack_id: str) -> tuple[int, int]:
-        """Return the delivery's number and the hand-out's number.
+        """Return the numbers of the delivery and the handout.
 
         The delivery's number is NO_DELIVERY if another holder created the id.
 

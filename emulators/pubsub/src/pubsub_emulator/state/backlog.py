@@ -33,14 +33,14 @@ class BacklogOwner(Protocol):
         """Record that a message was acked."""
 
     def next_number(self) -> int:
-        """Return a number for a returned delivery, higher than all previous ones."""
+        """Return a number for a returned delivery, higher than all previous numbers."""
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
         """Publish to the dead-letter topic. Return False if the topic no longer exists."""
 
 
 class Backlog:
-    """All of a subscription's unacked messages, oldest first, each in one `State`."""
+    """All of a subscription's unacked messages, oldest first, each in exactly one `State`."""
 
     def __init__(
         self, owner: BacklogOwner, timers: Timers, journal: ChangeJournal, holder: int
@@ -63,13 +63,13 @@ class Backlog:
 
     @property
     def oldest(self) -> StoredMessage | None:
-        """The unacked message that was published first."""
+        """The message that was published first among the unacked ones."""
         oldest = self._queue.oldest
         return None if oldest is None else oldest.message
 
     @property
     def attempts_of_oldest(self) -> int:
-        """The oldest unacked message's delivery attempts. 0 if there is no such message."""
+        """The oldest unacked message's delivery attempts, or 0 if there is no such message."""
         oldest = self._queue.oldest
         return 0 if oldest is None else oldest.attempts
 
@@ -94,7 +94,7 @@ class Backlog:
         if not 0 < most <= attempts:
             return
         if delivery.state != "ready":
-            # Queued behind an older message with its key, whose redelivery ended this attempt.
+            # Queued behind an older message with the same key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
         self._queue.took(delivery, None)
@@ -106,8 +106,8 @@ class Backlog:
         Messages that continue the consumer's ordering keys come first.
 
         Returns:
-            At most `max_messages`, oldest first. Empty if nothing is available; the consumer is
-            woken when that changes.
+            At most `max_messages`, oldest first. Empty if nothing is available, in which case the
+            consumer is woken once something is.
         """
         queue = self._queue
         share = self.consumers.share(consumer, len(queue.ready))
@@ -138,7 +138,7 @@ class Backlog:
         return self._queue.took(delivery, consumer)
 
     def busy(self, consumer: Consumer) -> None:
-        """Wake others instead of a consumer that took nothing and has no capacity now."""
+        """Wake others in place of a consumer that took nothing and has no capacity now."""
         self.consumers.busy(consumer, len(self._queue.ready))
 
     def leave(self, consumer: Consumer) -> None:
@@ -161,7 +161,8 @@ class Backlog:
         """Return an ack id's delivery, if it exists, and whether the id is for its current lease.
 
         Raises:
-            InvalidArgument: the id has an invalid format. Not raised with exactly-once delivery.
+            InvalidArgument: the id has an invalid format. Not raised if exactly-once delivery is
+                enabled.
         """
         try:
             number, handout = self.ack_ids.read(ack_id)
@@ -195,7 +196,7 @@ class Backlog:
     def bring_back(self, messages: Iterable[StoredMessage]) -> None:
         """Reset all deliveries, leased or not, and restore these messages as well.
 
-        Earlier ack ids do not ack the restored messages.
+        Ack ids issued before the reset do not ack the restored messages.
         """
         for delivery in self._queue.deliveries.values():
             if delivery.state == "leased":
@@ -271,7 +272,7 @@ class Backlog:
                 self._queue.offer_again(delivery)
 
     def _call_back(self, delivery: Delivery) -> None:
-        """End a lease because an older message with the same key is redelivered.
+        """End a lease because an older message with the same key is being redelivered.
 
         This does not count as an attempt.
         """

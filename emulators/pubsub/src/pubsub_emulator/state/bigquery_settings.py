@@ -14,7 +14,8 @@ _TABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]*\.\w{1,1024}\.[\w -]{1,1024}")
 def complete_bigquery_config(subscription: Subscription) -> None:
     """Validate a subscription's `bigquery_config` and set its output-only fields.
 
-    The table's existence is not checked. If it is missing, the config's state shows that later.
+    The table's existence is not checked. If the table is missing, the config's state shows that
+    later.
 
     Raises:
         InvalidArgument: the table name is invalid, or settings are mutually exclusive.

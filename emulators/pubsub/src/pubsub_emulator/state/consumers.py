@@ -1,8 +1,8 @@
 """A subscription's deliveries, their consumers, and waking consumers for new deliveries.
 
-Consumers take as much as they have capacity for; nothing is queued for them here. A stream that
-can't write therefore leaves messages for others, and messages that arrive while it is writing go
-out in one response.
+Consumers take as many messages as they have capacity for; nothing is queued for them here. A stream
+that can't write therefore leaves messages for others, and messages that arrive while it is writing
+go out in one response.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,8 @@ class Consumer:
         self.is_waiting = False
         self.has_left = False
         self.keys: dict[str, None] = {}
-        """Ordering keys whose next message may go to this consumer: it holds the earlier ones."""
+        """Ordering keys whose next message may go to this consumer, which holds the earlier ones.
+        """
         self.ended: PubsubError | None = None
 
     @property
@@ -53,16 +54,16 @@ class Consumer:
 State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
 """A delivery's state.
 
-- arriving: waits until its whole publish has been added, or has been committed and its response
+- arriving: waits until the whole publish has been added, or has been committed and its response
   sent.
 - ready: can be handed to the next consumer.
-- held: waits behind an older message with its ordering key. Only the consumer that has the older
-  message may take it.
-- backoff: was nacked or its lease expired, and the retry policy holds it back.
-- leased: is with a consumer until it is acked or nacked or its lease expires.
+- held: waits behind an older message with the same ordering key. Only the consumer that has the
+  older message can take it.
+- backoff: was nacked or its lease expired, and the retry policy is holding it back.
+- leased: held by a consumer until it is acked or nacked or its lease expires.
 - settled: has left the subscription.
 
-Not an enum, because looking up a member takes 0.1 us, ten times per message.
+Not an enum, because looking up a member takes 0.1 us and happens ten times per message.
 """
 
 
@@ -71,11 +72,11 @@ class Delivery:
 
     `number` is unique in the subscription, even after a seek.
 
-    `handouts` counts how often the message was handed to a consumer. `attempts` counts hand-outs
+    `handouts` counts how often the message was handed to a consumer. `attempts` counts handouts
     that were not revoked for another reason: 1 + nacks + expired leases at each delivery, as
     `delivery_attempt` is defined.
 
-    `failure` is the reason the last attempt failed, if this server made the attempt.
+    `failure` is the reason the last attempt failed, if this server made that attempt.
     """
 
     __slots__ = (
@@ -107,7 +108,10 @@ class Delivery:
 
 
 class Consumers:
-    """All of a subscription's consumers. Hungry ones are waiting; woken ones are about to take."""
+    """All of a subscription's consumers.
+
+    Hungry consumers are waiting; woken ones are about to take messages.
+    """
 
     def __init__(self) -> None:
         self._joined: set[Consumer] = set()
@@ -118,14 +122,14 @@ class Consumers:
         return len(self._joined)
 
     def join(self, consumer: Consumer) -> None:
-        """Connect a consumer. It gets messages only when it takes them."""
+        """Connect a consumer. A consumer gets messages only when it takes them."""
         consumer.has_left = False
         self._joined.add(consumer)
 
     def leave(self, consumer: Consumer, ready: int) -> None:
         """Disconnect a consumer.
 
-        If it had been woken, wake the next one. Its leases no longer wake it.
+        If it had already been woken, wake the next one. Its leases no longer wake it.
         """
         consumer.is_waiting = False
         consumer.has_left = True
@@ -188,6 +192,6 @@ class Consumers:
             self.follow(consumer)
 
     def follow(self, consumer: Consumer) -> None:
-        """Wake a consumer if it may take more messages with an ordering key that it holds."""
+        """Wake a consumer if it can take more messages with an ordering key that it holds."""
         if consumer.keys and consumer.is_waiting and consumer.has_room:
             consumer.wake()

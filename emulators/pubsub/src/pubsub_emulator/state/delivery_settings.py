@@ -10,7 +10,7 @@ DEFAULT_MAXIMUM_BACKOFF_S = 600.0
 DEFAULT_MAX_DELIVERY_ATTEMPTS = 5
 
 Kind = Literal["PULL", "PUSH", "BIGQUERY"]
-"""PULL: clients fetch messages. PUSH and BIGQUERY: this server delivers them."""
+"""PULL: clients fetch messages. PUSH and BIGQUERY subscriptions are delivered by this server."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pubsub_emulator.errors import InvalidArgument
 MAX_FILTER_BYTES = 256
 
 # Each level of a filter uses only AND or only OR. The grammar intentionally has no rule for mixing
-# them without parentheses.
+# the two without parentheses.
 _GRAMMAR = r"""
     ?start: expression
     ?expression: term
@@ -207,7 +207,7 @@ class _TreeBuilder(Transformer[Token, Filter]):
 
 
 def _unescape(literal: str) -> str:
-    # Hex and octal escapes are UTF-8 bytes, so the literal is assembled from bytes.
+    # Hex and octal escapes represent UTF-8 bytes, so the literal is assembled from bytes.
     try:
         return _ESCAPE.sub(_unescape_one, literal.encode()).decode()
     except UnicodeDecodeError:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pubsub_emulator.state.message import StoredMessage
 
 ACKED = -1
-"""Stored in place of the attempts: the message was acked, and the subscription retains it."""
+"""Stored in place of the attempts if the message was acked and the subscription retains it."""
 
 
 class Resource(Protocol):
@@ -30,7 +30,7 @@ class Resource(Protocol):
 
     @property
     def moment_s(self) -> float:
-        """Return a subscription's last use, or a snapshot's latest expiration. 0 for a topic."""
+        """Return a subscription's last use, a snapshot's latest expiration, or 0 for a topic."""
 
 
 class ChangeJournal:
@@ -43,7 +43,7 @@ class ChangeJournal:
         """Record that a resource was deleted."""
 
     def keep(self, message: "StoredMessage") -> None:
-        """Record a new message. It stays until it is dropped."""
+        """Record a new message. It remains until it is dropped."""
 
     def drop(self, sequence: int) -> None:
         """Record that no subscription or snapshot holds a message anymore."""
@@ -57,7 +57,7 @@ class ChangeJournal:
     def hold(
         self, message: "StoredMessage", holder: int, number: int = 0, attempts: int = 0
     ) -> None:
-        """Record that a resource holds a message: delivery number and attempts, or `ACKED`."""
+        """Record that a resource holds a message: the delivery number and attempts, or `ACKED`."""
 
     def release(self, message: "StoredMessage", holder: int) -> None:
         """Record that a resource no longer holds a message."""

@@ -1,4 +1,4 @@
-"""A published message, shared by all subscriptions, snapshots and logs that hold it."""
+"""A published message, shared by all the subscriptions, snapshots and logs that hold it."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,13 @@ from pubsub_emulator.errors import ResourceExhausted
 from pubsub_emulator.protos import PubsubMessage
 
 MESSAGE_COST_BYTES = 320
-"""Memory a message takes in this process, in addition to its own bytes."""
+"""Memory a message uses in this process, in addition to its own bytes."""
 ATTRIBUTE_COST_BYTES = 180
 """Memory per attribute, which is stored both in the serialized message and as text."""
 DELIVERY_COST_BYTES = 700
-"""Maximum memory per subscription that has the message, reached while the message is leased."""
-# All three are rounded up from the memory growth of a process with 60,000 messages (CPython 3.11).
+"""Maximum memory per subscription that has the message, reached while it is leased."""
+# All three values are the memory growth of a process with 60,000 messages, rounded up (CPython
+# 3.11).
 
 
 class Storage:
@@ -21,7 +22,7 @@ class Storage:
 
     Args:
         limit_bytes: maximum memory in bytes.
-        drop: called with the sequence of each message that is no longer held.
+        drop: called with the sequence number of each message that is no longer held.
     """
 
     def __init__(self, limit_bytes: int, drop: Callable[[int], None]) -> None:
@@ -33,10 +34,10 @@ class Storage:
         """Reject a publish that would exceed the limit.
 
         Args:
-            cost_bytes: its messages' memory, from `cost_of`.
+            cost_bytes: memory its messages take, from `cost_of`.
 
         Raises:
-            ResourceExhausted: consumers are too far behind for the memory limit.
+            ResourceExhausted: consumers have fallen too far behind for the memory limit.
         """
         if self.held_bytes + cost_bytes > self.limit_bytes:
             raise ResourceExhausted(
@@ -58,8 +59,8 @@ def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
 class StoredMessage:
     """A message with the id and time set by the server.
 
-    `sequence` is the order of arrival across all topics. `serialized` is used in each response and
-    in the journal, so it is created only once.
+    `sequence` is the message's position in the order of arrival across all topics. `serialized` is
+    used in each response and in the journal, so it is created only once.
     """
 
     __slots__ = (

@@ -1,7 +1,8 @@
-"""Unacked messages by ordering key, oldest first, and which of them a consumer has.
+"""Unacked messages by ordering key, oldest first, and which of them a consumer has taken.
 
 Several messages with the same key may be outstanding, all held by one consumer. If one is
-redelivered, so are the ones after it. Source: https://cloud.google.com/pubsub/docs/ordering
+redelivered, all messages after it are redelivered too. Source:
+https://cloud.google.com/pubsub/docs/ordering
 """
 
 import bisect
@@ -25,12 +26,12 @@ class OrderingLine:
         return self.deliveries[self.out] if self.out < len(self.deliveries) else None
 
     def took(self, consumer: Consumer | None) -> None:
-        """Record that the next delivery was leased. None: its consumer can't take more."""
+        """Record that the next delivery was leased. None: the consumer can't take any more."""
         self.out += 1
         self.owner = consumer
 
     def give_back(self, delivery: Delivery) -> list[Delivery]:
-        """Take back a leased delivery and the ones after it. Returns the ones after it."""
+        """Take back a leased delivery and the ones after it. Returns the deliveries after it."""
         index = self._index(delivery)
         later = self.deliveries[index + 1 : self.out]
         self._keep_out(index)

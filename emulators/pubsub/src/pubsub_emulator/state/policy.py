@@ -9,7 +9,7 @@ MAX_MEMBERS = 1500
 """Source: https://cloud.google.com/iam/quotas#limits"""
 MAX_POLICY_BYTES = 256 * 1024
 VERSIONS = (0, 1, 3)
-"""Source: the field `version` of https://cloud.google.com/iam/docs/reference/rest/v1/Policy"""
+"""Source: the `version` field in https://cloud.google.com/iam/docs/reference/rest/v1/Policy"""
 
 
 class StoredPolicy:
@@ -43,7 +43,7 @@ def check_version(field: str, version: int) -> None:
 def check_policy(policy: Policy) -> None:
     """Reject a policy that the service would not accept from anyone.
 
-    Roles and members need not exist.
+    Roles and members don't need to exist.
 
     Raises:
         InvalidArgument: the version does not exist, a condition requires version 3, a binding has

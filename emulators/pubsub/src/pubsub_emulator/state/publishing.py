@@ -24,7 +24,7 @@ _SHORT_VALUE = MAX_VALUE_BYTES // 4
 class Measured(NamedTuple):
     """Data that a check has read from a request.
 
-    Reading it again would take as long as all the checks.
+    Reading it again would take as long as all the checks together.
     """
 
     size_bytes: int

@@ -21,7 +21,7 @@ class QueueOwner(Protocol):
 
 
 class DeliveryQueue:
-    """All deliveries, oldest first, the ready deliveries, and the ordering keys' lines."""
+    """All deliveries (oldest first), the ready deliveries, and each ordering key's line."""
 
     def __init__(self, owner: QueueOwner, consumers: Consumers) -> None:
         self.deliveries: OrderedDict[int, Delivery] = OrderedDict()
@@ -54,7 +54,7 @@ class DeliveryQueue:
             self._make_ready(delivery)
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Make arriving deliveries available, except for any that have been removed by then."""
+        """Make arriving deliveries available, except for any that have since been removed."""
         for delivery in deliveries:
             if delivery.state != "arriving":
                 continue
@@ -66,7 +66,7 @@ class DeliveryQueue:
         self._consumers.offer(len(self.ready))
 
     def offer_again(self, delivery: Delivery) -> None:
-        """Make an existing delivery ready, or make it wait behind older ones with its key."""
+        """Make an existing delivery ready, or make it wait behind older ones with the same key."""
         if not self._is_ordered(delivery.message):
             self._make_ready(delivery)
             return
@@ -92,13 +92,16 @@ class DeliveryQueue:
         return was_ready
 
     def give_back(self, delivery: Delivery) -> list[Delivery]:
-        """Record that a lease ended. Returns the later leased deliveries with its key."""
+        """Record that a lease ended. Returns the later leased deliveries with the same key."""
         if not self._is_ordered(delivery.message):
             return []
         return self._lines.of(delivery).give_back(delivery)
 
     def remove(self, delivery: Delivery) -> None:
-        """Remove a delivery that is not ready. This may release the next one with its key."""
+        """Remove a delivery that is not ready.
+
+        This may release the next delivery with the same key.
+        """
         del self.deliveries[delivery.number]
         delivery.message.storage.held_bytes -= DELIVERY_COST_BYTES
         delivery.state = "settled"
@@ -126,7 +129,7 @@ class DeliveryQueue:
         return None
 
     def _advance(self, line: OrderingLine) -> None:
-        """Release a key's next message: to anyone, or to the consumer that has the earlier ones."""
+        """Release a key's next message, to anyone or to the consumer that has the earlier ones."""
         delivery = line.next
         if delivery is None or delivery.state != "held":
             return

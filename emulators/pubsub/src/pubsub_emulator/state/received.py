@@ -20,7 +20,7 @@ def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> 
     """Serialize an entry in a response's `received_messages`.
 
     Args:
-        delivery_attempt: the attempt's number. 0: the subscription does not report it.
+        delivery_attempt: the attempt's number, or 0 if the subscription does not report it.
     """
     id_bytes, message = ack_id.encode(), delivery.message.serialized
     received = b"".join(
@@ -32,7 +32,7 @@ def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> 
 
 
 def _varint(number: int) -> bytes:
-    """Encode with seven bits per byte, lowest first; the eighth bit is set if more bytes follow."""
+    """Encode seven bits per byte, lowest bits first; the eighth bit is set if more bytes follow."""
     if number < 0x80:
         return _ONE_BYTE[number]
     if number < 0x4000:

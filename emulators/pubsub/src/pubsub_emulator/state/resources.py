@@ -75,7 +75,7 @@ _UPDATABLE_SNAPSHOT_FIELDS = frozenset({"labels", "expire_time"})
 
 
 def checked_topic(request: Topic) -> Topic:
-    """Return a copy of a requested topic, as GetTopic will return it.
+    """Return a copy of a requested topic, in the form GetTopic will return it.
 
     Raises:
         InvalidArgument: a name, label or duration is out of range.
@@ -164,7 +164,7 @@ def is_http_url(endpoint: str) -> bool:
 
 
 def merge_update(current: Any, update: Any, update_mask: Any) -> Any:
-    """Return a copy of `current` with the masked fields of `update`.
+    """Return a copy of `current` with the masked fields from `update`.
 
     Raises:
         InvalidArgument: the mask is empty, or a field is unknown or can't be changed.
@@ -215,7 +215,7 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
 
 
 def _is_path(path: str, descriptor: Any) -> bool:
-    """True if each part of a path names a field in the message named by the previous part."""
+    """True if each part of a path names a field of the message that the previous part names."""
     for part in path.split("."):
         field = descriptor.fields_by_name.get(part) if descriptor is not None else None
         if field is None:

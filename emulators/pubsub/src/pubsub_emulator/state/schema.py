@@ -1,4 +1,4 @@
-"""A schema with its revisions, and checks of messages against a range of them."""
+"""A schema with its revisions, and checks of messages against a range of revisions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class StoredSchema:
         return self.revisions[-1]
 
     def revision(self, revision_id: str) -> Schema:
-        """Return a revision. Without an id, return the latest one.
+        """Return a revision. Without an id, return the latest revision.
 
         Raises:
             ResourceNotFound: the revision does not exist.
@@ -45,7 +45,7 @@ class StoredSchema:
         return self.revisions[self._index(revision_id)] if revision_id else self.latest
 
     def range(self, first_id: str, last_id: str) -> list[Schema]:
-        """Return the revisions in a range, newest first. Empty ids set no limit.
+        """Return the revisions in a range, newest first. An empty id sets no limit.
 
         Raises:
             ResourceNotFound: a revision does not exist.

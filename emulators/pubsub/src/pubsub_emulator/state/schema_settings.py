@@ -30,8 +30,8 @@ def check_schema_settings(topic: Topic, current: Topic | None, find_schema: Find
 
     Args:
         topic: the topic after the change.
-        current: the topic before the change, None for a new one. If its schema was deleted, it may
-            keep that setting.
+        current: the topic before the change; None for a new one. If its schema was deleted, the
+            topic may keep that setting.
         find_schema: returns a schema by name, or raises an error.
 
     Raises:

@@ -17,7 +17,7 @@ SHORTEST_LIFE_S = 3600.0
 
 
 class Snapshot:
-    """Holds messages until it expires. Like a subscription, it is attached to the topic.
+    """Holds messages until it expires. Like a subscription, a snapshot is attached to the topic.
 
     `holder` is the snapshot's number in the journal. `latest_expire_s` is its original expiration,
     in seconds since the epoch.
@@ -38,8 +38,8 @@ class Snapshot:
         self.latest_expire_s = self.moment_s = latest_expire_s
         self._journal = journal
         self.timer: Timer | None = None
-        # The source's filter is ignored, because the snapshot may be used with another of the
-        # topic's subscriptions.
+        # The source's filter is ignored, because the snapshot may be used with any of the topic's
+        # other subscriptions.
         self.filter: Filter | None = None
         self.messages: dict[int, StoredMessage] = {}
 
@@ -60,7 +60,7 @@ class Snapshot:
             del self.messages[message.sequence]
 
     def close(self) -> None:
-        """Release all messages after the snapshot was deleted."""
+        """Release all messages after the snapshot is deleted."""
         for message in self.messages.values():
             self._journal.release(message, self.holder)
         self.messages.clear()
@@ -69,7 +69,7 @@ class Snapshot:
 def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
     """Return when a new snapshot expires: 7 days minus the age of the oldest unacked message.
 
-    Source: the field `expire_time` of
+    Source: the `expire_time` field in
         https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
 
     Raises:
@@ -87,10 +87,10 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
 
 
 def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
-    """Reject an expiration (seconds since the epoch) in the past or later than the original one.
+    """Reject an expiration (seconds since the epoch) in the past or after the original one.
 
     Raises:
-        InvalidArgument: the expiration is invalid; the message has the limit.
+        InvalidArgument: the expiration is invalid; the message states the limit.
     """
     if expire_s <= now_s:
         raise InvalidArgument(

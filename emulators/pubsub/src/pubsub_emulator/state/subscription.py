@@ -87,7 +87,7 @@ class SubscriptionState:
 
     @property
     def retention_s(self) -> float:
-        """Retention in seconds: the subscription's or the topic's, whichever is longer."""
+        """The longer of the subscription's and the topic's retention, in seconds."""
         return max(self.settings.retention_s, self.topic.retention_s if self.topic else 0.0)
 
     @property

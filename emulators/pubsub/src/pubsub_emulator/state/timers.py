@@ -21,7 +21,7 @@ class Timer:
         self.action: Callable[[], None] | None = action
 
     def cancel(self) -> None:
-        """Cancel the action. This has no effect once it has run."""
+        """Cancel the action. Canceling has no effect once the action has run."""
         if self.action is not None:
             self.action = None
             self._owner.note_cancelled()
@@ -68,7 +68,7 @@ class Timers:
     def note_cancelled(self) -> None:
         """Count a canceled timer. The heap is rebuilt when most of its timers are canceled.
 
-        Nearly every lease is acked long before it is due; without this, a minute's worth of traffic
+        Nearly every lease is acked long before it is due, so otherwise a minute's worth of traffic
         would stay in memory.
         """
         self._cancelled += 1
@@ -79,4 +79,4 @@ class Timers:
 
 
 def _nobody_waits() -> None:
-    """Used when there is no event loop, because virtual time is advanced instead of waited for."""
+    """Used when there is no event loop, because virtual time is advanced rather than waited for."""

@@ -23,7 +23,10 @@ class Sink(Protocol):
     filter: Filter | None
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Add a message. With `arrivals`, consumers get it only once they are released."""
+        """Add a message.
+
+        With `arrivals`, consumers get the message only once the arrivals are released.
+        """
 
 
 class Topic:
@@ -77,7 +80,7 @@ class Topic:
             self._unfiltered[sink.path] = sink
         elif needed := needed_attributes(sink.filter):
             # Index by the rarest condition: many filters may match the same kind of message, but
-            # each a different slot.
+            # each one a different slot.
             found_by = min(needed, key=lambda one: len(self._with(one)))
             self._found_by[sink.path] = found_by
             values = self._by_value.setdefault(found_by.key, {})
@@ -102,7 +105,7 @@ class Topic:
         return self._by_value.get(needed.key, {}).get(needed.value, {})
 
     def deliver(self, message: StoredMessage, arrivals: Arrivals | None = None) -> Iterable[None]:
-        """Pass a new message to its sinks: up to 50 at once, more in steps."""
+        """Pass a new message to its sinks: all at once for up to 50, in steps for more."""
         if self.retention_s:
             self._journal.hold(message, self.holder)
             self.restore(message)
@@ -117,7 +120,7 @@ class Topic:
         self, message: StoredMessage, sinks: list[Sink], arrivals: Arrivals | None
     ) -> Iterator[None]:
         for count, sink in enumerate(sinks, 1):
-            # The sink may have been removed between two steps.
+            # The sink may have been removed between steps.
             if self._sinks.get(sink.path) is sink:
                 sink.add(message, arrivals)
             if count % STEP_SINKS == 0:

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable
 
 MESSAGE_OVERHEAD_BYTES = 200
-"""Memory a small message takes here, in addition to its own bytes."""
+"""Memory a small message uses here, in addition to its own bytes."""
 _HELD_ROW_BYTES = 100
 _FEW_PAGES_BYTES = 64 * 1024
 
 ResourceRow = tuple[int, float, bytes]
 """Holder number, time in seconds since the epoch, serialized proto."""
 HeldRow = tuple[int, int]
-"""The delivery's number, and its hand-outs so far or `journal.ACKED`."""
+"""The delivery's number, and its handouts so far or `journal.ACKED`."""
 
 
 class Changes:
@@ -22,15 +22,15 @@ class Changes:
         self.messages: dict[int, bytes] = {}
         self.dropped: set[int] = set()
         self.held: dict[tuple[int, int], HeldRow | None] = {}
-        """By message sequence and holder."""
+        """Keyed by message sequence and holder."""
         self.offered: set[int] = set()
-        """Sequences whose publishers are waiting for the result."""
+        """Sequence numbers of messages whose publishers are waiting for the result."""
         self.afterwards: list[Callable[[], None]] = []
-        """Actions to run once this is written, after waiting callers have continued."""
+        """Actions to run once this is written, after waiting callers have resumed."""
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """Everything except offered messages, to retry after a write failed and space was freed."""
+        """Everything except offered messages, to retry after a write fails and space is freed."""
         self._settled = asyncio.Event()
 
     def __bool__(self) -> bool:
@@ -46,14 +46,14 @@ class Changes:
         self.size_bytes += len(data) + MESSAGE_OVERHEAD_BYTES
 
     def release(self, sequence: int, holder: int) -> None:
-        """Remove a message's holder. If the message was added here, this leaves no trace."""
+        """Remove a message's holder. If the message was added in this commit, no trace is left."""
         if sequence in self.messages:
             self.held.pop((sequence, holder), None)
         else:
             self.held[sequence, holder] = None
 
     def drop(self, sequence: int) -> None:
-        """Remove a message. If it was added here, this leaves no trace."""
+        """Remove a message. If it was added in this commit, no trace is left."""
         data = self.messages.pop(sequence, None)
         if data is None:
             self.dropped.add(sequence)
@@ -61,7 +61,7 @@ class Changes:
             self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
 
     def followed_by(self, later: "Changes") -> "Changes":
-        """Return both merged into one, so that a failed commit is repeated with the next one."""
+        """Return both merged into one, so that a failed commit is retried with the next one."""
         both = Changes()
         both.resources = self.resources | later.resources
         both.held = self.held | later.held

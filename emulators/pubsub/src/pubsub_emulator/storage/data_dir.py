@@ -25,7 +25,7 @@ from pubsub_emulator.storage.database import Database, WriteFailed, opened_datab
 from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""Maximum amount by which a restart may set back the time of a subscription's last use."""
+"""Maximum amount by which a restart may set back a subscription's last-use time."""
 
 MOST_NAMED = 10
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _restore_schema(registry: Registry, holder: int, moment_s: float, data: byte
 
 
 def _holds_no_messages(message: StoredMessage, number: int, attempts: int) -> None:
-    """Resources in such a row never hold messages."""
+    """Resources in rows like these never hold messages."""
 
 
 _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {

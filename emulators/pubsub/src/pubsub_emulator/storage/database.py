@@ -19,7 +19,7 @@ CACHE_KIB = 16 * 1024
 SPARE_PAGES = 1024
 """Free pages that the file keeps for later use (4 MiB). The rest are returned to the disk."""
 SHRINK_PAGES = 1024
-"""Pages returned at a time. A publish may have to wait for this."""
+"""Number of pages returned at a time. A publish may have to wait for this."""
 PROBE_BYTES = 64 * 1024
 """After a failure, this much space must be available before anything new is accepted."""
 
@@ -44,8 +44,8 @@ PRAGMA user_version = {VERSION};
 COMMIT;
 """
 """Version 1 had no checksums."""
-# A message and its holder rows are written in one transaction; this handles files that were
-# repaired manually.
+# A message and its holder rows are written in one transaction; this handles manually repaired
+# files.
 _ORPHANS = (
     "DELETE FROM held WHERE holder NOT IN (SELECT holder FROM resource)",
     "DELETE FROM message WHERE sequence NOT IN (SELECT sequence FROM held)",
@@ -71,9 +71,9 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
     """Open a directory's file, creating it if it is missing, and close it when the block ends.
 
     Args:
-        data_dir: the directory. Only one server at a time may use it.
-        fsync: True if each commit waits for the disk. Otherwise a commit survives any exit or crash
-            of this process, but the last commits before a power failure may be lost; the file stays
+        data_dir: the directory. Only one server can use it at a time.
+        fsync: True if each commit waits for the disk. Otherwise, a commit survives any exit or
+            crash of this process, but a power failure may lose the last few commits; the file stays
             intact.
 
     Raises:
@@ -105,7 +105,7 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
         yield database
     finally:
         last_commit.close()
-        # A full disk may prevent the last checkpoint; in that case, the log stays and is read at
+        # A full disk may prevent the last checkpoint, in which case the log stays and is read at
         # the next start.
         with suppress(sqlite3.Error):
             connection.close()
@@ -141,7 +141,7 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
 
 
 class Database:
-    """Reads everything once and only writes after that.
+    """Reads everything once and only writes from then on.
 
     Args:
         last_commit: number of the previous process's last commit.
@@ -157,20 +157,23 @@ class Database:
         row = connection.execute("SELECT number FROM last_commit").fetchone()
         here, elsewhere = row[0] if row else 0, last_commit.read()
         self.lost_commits = max(0, elsewhere - here)
-        """How many of earlier processes' commits are missing from the file."""
+        """How many commits from earlier processes are missing from the file."""
         self._commits = here
         # Reset so that it is reported only once.
         last_commit.write(here)
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes | None]]:
-        """Yield path, holder, time and serialized proto of each resource. None: damaged."""
+        """Yield the path, holder, time and serialized proto of each resource. None: damaged."""
         for path, holder, moment_s, proto in self._connection.execute(
             "SELECT path, holder, moment_s, proto FROM resource ORDER BY holder"
         ):
             yield path, holder, moment_s, unsealed(proto)
 
     def messages(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yield sequence and serialized proto of each message, oldest first. None: damaged."""
+        """Yield the sequence number and serialized proto of each message, oldest first.
+
+        None: damaged.
+        """
         for sequence, data in self._connection.execute(
             "SELECT sequence, data FROM message ORDER BY sequence"
         ):
@@ -192,10 +195,12 @@ class Database:
         return int(highest)
 
     def write(self, changes: Changes) -> None:
-        """Write all changes as one transaction, or none. Do not modify them until this returns.
+        """Write all changes as one transaction, or none.
+
+        Do not modify the changes until this returns.
 
         Raises:
-            WriteFailed: contains SQLite's reason, or new data would take space that acks need.
+            WriteFailed: has SQLite's reason, or new data would take up space that acks need.
         """
         if changes.offered and not self._reserve.covers(changes.log_bytes):
             raise WriteFailed("the disk is nearly full")
@@ -206,7 +211,7 @@ class Database:
         self._last_commit.write(self._commits)
 
     def remove(self, sequences: Collection[int]) -> None:
-        """Remove messages and their holders. On a full disk they stay until the next start."""
+        """Remove messages and their holders. On a full disk, they stay until the next start."""
         with suppress(WriteFailed), self._transaction():
             for statement in (_DROP, "DELETE FROM held WHERE sequence = ?"):
                 self._connection.executemany(statement, [(sequence,) for sequence in sequences])
@@ -221,7 +226,7 @@ class Database:
             raise WriteFailed(f"no space is left for {RESERVE_BYTES // 1024**2} MiB")
 
     def make_room(self) -> None:
-        """Return the reserve and the log's space to a full disk. Nothing is lost if this fails."""
+        """Release the reserve and the log's space on a full disk. Nothing is lost if this fails."""
         self._reserve.give_up()
         self._write_log_back()
 
@@ -230,7 +235,7 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def give_back(self) -> None:
-        """Return all unused pages to a full disk, as far as there is enough space to do so.
+        """Release all unused pages on a full disk, as far as the remaining space allows.
 
         Raises:
             WriteFailed: contains SQLite's reason.
@@ -253,7 +258,7 @@ class Database:
             self._connection.execute("DELETE FROM probe")
 
     def shrink(self) -> bool:
-        """Return some unused pages to the disk. Returns whether there are more.
+        """Release some unused pages to the disk. Returns whether there are more.
 
         Raises:
             WriteFailed: contains SQLite's reason.
@@ -263,7 +268,7 @@ class Database:
             if free <= SPARE_PAGES:
                 return False
             # Doesn't use `execute`, which runs only the first step of a statement that returns no
-            # rows, and so would return only one page.
+            # rows, so it would release only one page.
             self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
             if free > SPARE_PAGES + SHRINK_PAGES:
                 return True
@@ -278,7 +283,7 @@ class Database:
                 yield
                 self._connection.execute("COMMIT")
             except sqlite3.Error:
-                # SQLite has already rolled back after some failures.
+                # After some failures, SQLite has already rolled back.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise

@@ -33,7 +33,7 @@ class DurableJournal(ChangeJournal):
 
     Args:
         database: the open file. Nothing else may write to it while `running`.
-        commit_limit_s: how long a transaction may take before the disk is considered failing.
+        commit_limit_s: how long a transaction may take before the disk is considered to be failing.
     """
 
     def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
@@ -56,7 +56,7 @@ class DurableJournal(ChangeJournal):
         self._pending.resources[path] = None
 
     def keep(self, message: StoredMessage) -> None:
-        """Record a new message. It stays until it is dropped."""
+        """Record a new message. It remains until it is dropped."""
         self._pending.keep(message.sequence, message.serialized)
 
     def drop(self, sequence: int) -> None:
@@ -71,7 +71,7 @@ class DurableJournal(ChangeJournal):
         self._pending.offered.add(sequence)
 
     def hold(self, message: StoredMessage, holder: int, number: int = 0, attempts: int = 0) -> None:
-        """Record that a resource holds a message: delivery number and attempts, or `ACKED`."""
+        """Record that a resource holds a message: the delivery number and attempts, or `ACKED`."""
         self._pending.held[message.sequence, holder] = (number, attempts)
 
     def release(self, message: StoredMessage, holder: int) -> None:
@@ -95,15 +95,15 @@ class DurableJournal(ChangeJournal):
 
         Raises:
             ServerUnavailable: the changes could not be written and offered messages were rolled
-                back, or they were not written in time.
+                back, or the write timed out.
         """
         await self._written(self._pending)
 
     async def acks_committed(self) -> None:
         """Wait until all acks recorded so far are in the file.
 
-        On a full disk, the first commit fails, which rolls back messages and frees space. The next
-        commit contains the acks.
+        On a full disk, the first commit fails, so messages are rolled back and space is freed. The
+        next commit contains the acks.
 
         Raises:
             ServerUnavailable: the acks could not be written even with all space freed, or not in
@@ -132,7 +132,7 @@ class DurableJournal(ChangeJournal):
         """Write recorded changes immediately, for a journal that is not running.
 
         Raises:
-            WriteFailed: contains SQLite's reason; all space was already freed.
+            WriteFailed: has SQLite's reason; all possible space was already freed.
         """
         changes, self._pending = self._pending, Changes()
         try:
@@ -146,7 +146,7 @@ class DurableJournal(ChangeJournal):
         """Commit until the block ends, and once more after that.
 
         Args:
-            withdraw: removes messages, by sequence, from all holders.
+            withdraw: removes messages, by sequence number, from all holders.
         """
         try:
             self._database.take_reserve()
@@ -214,14 +214,14 @@ class DurableJournal(ChangeJournal):
             await self._resume(thread)
 
     async def _resume(self, thread: CommitThread) -> None:
-        # Return pages that acks left unused, so that newly accepted messages don't have to be
+        # Release pages that acks left unused, so that newly accepted messages don't have to be
         # rolled back again.
         try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)
             await thread.do(self._database.take_reserve)
         except WriteFailed as error:
-            # Only acks arrived in the meantime, and they will be in the next commit.
+            # Only acks arrived in the meantime, and they will go into the next commit.
             self._failure = str(error)
         else:
             self._failure = ""

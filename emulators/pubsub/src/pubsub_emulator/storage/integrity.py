@@ -1,7 +1,8 @@
 """Detects lost or damaged data in a data directory, which SQLite does not do.
 
-SQLite silently stops reading its log at the first incomplete frame, and its file has no checksums.
-So each record has a checksum, and the last commit's number is also stored in a separate file.
+SQLite silently stops reading its log at the first incomplete frame, and its database file has no
+checksums. So each record has a checksum, and the last commit's number is also stored in a separate
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LastCommit:
     """The last commit's number, in a separate file.
 
     It is written after each commit without waiting for the disk, so it is never ahead of the
-    process's commits. After a power failure, however, it may be ahead of the file.
+    process's commits. After a power failure, however, it may be ahead of the database file.
 
     Raises:
         OSError: the file can't be opened.
@@ -43,12 +44,12 @@ class LastCommit:
         os.close(self._file)
 
     def read(self) -> int:
-        """Return the number. 0 if there is none or it is damaged."""
+        """Return the number, or 0 if there is none or it is damaged."""
         data = unsealed(os.pread(self._file, _NUMBER_BYTES + _CRC_BYTES, 0))
         return int.from_bytes(data, "big") if data else 0
 
     def write(self, number: int) -> None:
-        """Store the number. On a full disk the old number stays, which only weakens the check."""
+        """Store the number. On a full disk, the old number stays, which only weakens the check."""
         try:
             os.pwrite(self._file, sealed(number.to_bytes(_NUMBER_BYTES, "big")), 0)
         except OSError:

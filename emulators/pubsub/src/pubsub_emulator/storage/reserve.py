@@ -1,4 +1,4 @@
-"""Disk space that is freed when the disk is full, so that acks can still be written."""
+"""Disk space that is freed when the disk fills up, so that acks can still be written."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ LEAST_FREE_BYTES = 1024**2
 ROOM_FOR_ACKS_BYTES = 2 * 1024**2
 AMPLE_BYTES = 2 * 1024**3
 AMPLE_S = 0.05
-"""If this much more space is available than needed, the disk is not checked again for a while.
+"""If there is this much more space than needed, the disk is not checked again for a while.
 
 No disk fills up that quickly, and a check takes 0.02 ms, a quarter of a message's commit time.
 """
@@ -31,8 +31,8 @@ class Reserve:
     def take(self) -> bool:
         """Create the file, or extend it. Returns whether the disk had enough space."""
         try:
-            # Done even if the file exists: a process killed here leaves it shorter, and a copy may
-            # have holes.
+            # Done even if the file exists, because a process killed at this point leaves it
+            # shorter, and a copy may have holes.
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:
@@ -43,8 +43,8 @@ class Reserve:
     def covers(self, new_bytes: int) -> bool:
         """True if a commit leaves enough space to write the log back, regardless of other disk use.
 
-        Everything in the log may be new to the file. If neither can grow, acks can't be written and
-        no space can be freed.
+        Everything in the log may be new to the database file. If neither one can grow, acks can't
+        be written and no space can be freed.
         """
         now_s = time.monotonic()
         if now_s < self._is_ample_until_s:

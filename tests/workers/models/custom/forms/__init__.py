@@ -39,7 +39,7 @@ class Form:
 
     Args:
         values: the input values, without the files.
-        files: file contents, by input name.
+        files: file contents, keyed by input name.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Form:
 
     @property
     def model(self) -> str:
-        """The name under which the form is served."""
+        """The name the form is served under."""
         return f"form-{self.name.lower()}"
 
     def output(self, folder: Path) -> Any:

@@ -35,11 +35,11 @@ ARCHIVE_CPU = 1
 ARCHIVE_TABLES = 3
 """Tables whose objects are listed in each archive pass (infra/row_archive/__main__.py)."""
 ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
-"""How many more days the archive keeps rows than BigQuery does, and for how many days deleted
-objects are billed (infra/terraform/platform/row_archive.tf).
+"""How many days longer the archive keeps rows than BigQuery does, and how many days deleted objects
+are billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
-"""Operations in a pass that has rows, aside from listing and reading its objects: two writes to the
+"""Operations in a pass that finds rows, aside from listing and reading objects: two writes to the
 list, and one file write. The list is read once, and so is the file when its day is merged
 (infra/row_archive/archive.py).
 """
@@ -91,9 +91,9 @@ def cost_table(
 
 
 class _Bill:
-    """Looks up prices while rows are added.
+    """Looks up prices as rows are added.
 
-    Rows with the same price share its free tier and its price steps.
+    Rows with the same price share its free tier and price steps.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -198,7 +198,7 @@ def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
 
 
 def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
-    """Returns a region's node boot disks at mean, peak, and maximum, keyed by disk type."""
+    """Returns a region's node boot disks at the mean, peak, and maximum, keyed by disk type."""
     general = (site.general_mean, site.general_peak, site.general_most)
     disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
@@ -226,7 +226,7 @@ def _machine(pool: Pool, kind: str) -> str:
 
 
 def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
-    """Returns the cost of non-spot GPU nodes, at mean and peak. None if a price is missing."""
+    """Returns the cost of non-spot GPU nodes, at the mean and peak. None if a price is missing."""
     total = [0.0, 0.0]
     for pool in (pool for site in sites for pool in site.pools):
         price = prices.prices.get(_machine(pool, "on-demand"))
@@ -239,7 +239,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """Adds the cost of messages. Each publish and each delivery is billed."""
+    """Adds the messaging costs. Each publish and each delivery is billed."""
     times = 1 + JOB_DELIVERIES
     jobs = {
         volume.model: None
@@ -290,7 +290,7 @@ def _rows(
 def _archive(
     bill: _Bill, sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform
 ) -> None:
-    """Adds rows written through a bucket: process, objects, and load jobs instead of inserts."""
+    """Adds costs of rows written through a bucket: process, objects, load jobs (no inserts)."""
     home, place = platform.home, platform.storage_location
     cpu, memory = ARCHIVE_CPU + SIDECAR_CPU, platform.rows.memory_gib + SIDECAR_GIB
     bill.add("row archive on Cloud Run, CPU", home, "vCPU-second", "run/cpu", cpu * SECONDS)
@@ -332,7 +332,8 @@ def _archive(
         (mean + reads) / 1000,
         (peak + reads) / 1000,
     )
-    # Objects written by writers are deleted, and so are a day's small files once they are merged.
+    # The objects that writers create are deleted, and so are a day's small files once they are
+    # merged.
     packed = sum(volume.items * volume.packed_row_bytes for volume in volumes) / DAYS / GIB
     item = f"row archive, rows of {days_kept:g} days and what was deleted"
     days = days_kept + 2 * ARCHIVE_DELETED_DAYS
@@ -390,7 +391,7 @@ def _give(field: str, models: Sequence[str]) -> str:
 
 
 def totals(rows: Sequence[Cost]) -> tuple[float, float]:
-    """Returns the total for rows with a price, at mean and peak."""
+    """Returns the total for rows with a price, at the mean and peak."""
     return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
 
 

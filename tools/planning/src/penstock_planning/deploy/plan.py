@@ -52,7 +52,7 @@ INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Otherwise 300 (docs.cloud.google.com/bigquery/quotas)."""
 
 AUTO_PROVISIONED_GPUS = 64
-"""Number of GPUs per type if ComputeClasses create the nodes
+"""Number of GPUs per type when ComputeClasses create the nodes
 (infra/terraform/modules/cluster/nodes.tf).
 """
 
@@ -78,7 +78,7 @@ def quotas(
 ) -> list[CloudQuota]:
     """Returns the quotas to request before the first apply: per region, then for the project.
 
-    They cover the maximum that the autoscaler requests, not only the average demand at the peak.
+    They cover the maximum that the autoscaler requests, not just the average demand at the peak.
     """
     quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_most for site in sites for pool in site.pools)
@@ -459,7 +459,7 @@ def _notes(
 
 
 def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]) -> Iterator[str]:
-    """Yields the workers whose custom models used more memory than the workers have."""
+    """Yields workers whose custom models used more memory than the workers have."""
     for group in catalog.worker_groups:
         if isinstance(group.models[0], Revision):
             continue

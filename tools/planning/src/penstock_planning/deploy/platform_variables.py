@@ -1,4 +1,4 @@
-"""The variables of infra/terraform/platform that affect its size, with Terraform's defaults.
+"""The infra/terraform/platform variables that affect size, with Terraform's defaults.
 
 Files use the format of `terraform apply -var-file`, so that the plan matches what is applied.
 """
@@ -21,11 +21,13 @@ from shared.errors import ConfigurationError
 from shared.models.entry import GpuTypeName
 
 MAX_REPLY_SUBSCRIPTIONS = 9000
-"""Maximum number of reply subscriptions, out of a project's 10,000. Terraform has the same limit.
+"""Maximum number of reply subscriptions, out of the 10,000 a project can have. Terraform has the
+same limit.
 """
 MAX_REGIONS = 16
 INBOX_STRIDE = 1000
-"""A region's inboxes are numbered from this value times its index, as in Terraform."""
+"""A region's inboxes are numbered starting at this value times the region's index, as in Terraform.
+"""
 MEMORY = r"^[0-9.]+(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
 """The API's old and new revisions lease inboxes at the same time."""
@@ -40,7 +42,7 @@ class _Variable(Entry):
     # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
     VARIABLE: ClassVar[str] = ""
-    """The variable's name in Terraform, whose attributes are accepted. If empty, only the class's
+    """The name of the Terraform variable whose attributes are accepted. If empty, only the class's
     fields are accepted.
     """
 
@@ -124,7 +126,7 @@ class Inboxes(_Variable):
 
     @property
     def made_slots(self) -> int:
-        """Existing slots in each inbox. Slots above `slots` belong to outgoing revisions."""
+        """Existing slots in each inbox. Slots beyond `slots` belong to outgoing revisions."""
         return self.slots if self.kept_slots is None else self.kept_slots
 
     @property
@@ -187,7 +189,7 @@ class RowsVariable(_Variable):
 
 
 class ObjectsDays(_Variable):
-    """Terraform's `objects_days`, for folders that requests fill."""
+    """Terraform's `objects_days`, for the folders that requests fill."""
 
     VARIABLE: ClassVar = "objects_days"
     inputs: int = Field(8, ge=1)
@@ -250,7 +252,7 @@ class Platform(_Variable):
         Known regions keep their settings, and new ones are assigned an index.
 
         Raises:
-            ConfigurationError: there are more than 16 regions, the number that the address range
+            ConfigurationError: there are more than 16 regions, the maximum that the address range
             allows.
         """
         if len(names) > MAX_REGIONS:
@@ -285,7 +287,7 @@ def read_platform(path: Path | None) -> Platform:
         return Platform.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except ValidationError as error:  # before ValueError, its base class
+    except ValidationError as error:  # must come before ValueError, its base class
         raise to_configuration_error(error, str(path)) from error
     except ValueError as error:
         raise ConfigurationError(

@@ -29,9 +29,9 @@ class Source(Entry):
 
 
 class Step(Entry):
-    """A price that applies from the previous step up to an amount.
+    """A price that applies from the end of the previous step up to an amount.
 
-    Without `up_to`, applies to everything above.
+    Without `up_to`, it applies to everything above the previous step.
     """
 
     up_to: float | None = Field(None, gt=0)
@@ -85,7 +85,7 @@ class ListPrice(Entry):
         return self
 
     def history(self) -> list[tuple[datetime.date, Usd]]:
-        """Returns all prices with the day from which each applies, oldest first."""
+        """Returns all prices along with the day each takes effect, oldest first."""
         older = [(price.since, price.usd) for price in self.earlier]
         return [*older, (self.since or datetime.date.min, self.usd)]
 
@@ -129,7 +129,7 @@ class Prices(Entry):
 def read_prices(over: Path | None = None) -> Prices:
     """Returns the bundled prices.
 
-    The file `over`, with its own sources, overrides individual prices.
+    The file `over`, which has its own sources, overrides individual prices.
 
     Raises:
         ConfigurationError: a file can't be read, or a price is malformed or has no source.

@@ -1,4 +1,6 @@
-"""Expected rates, from a file or the command line. There are no defaults for measured values.
+"""Expected request rates, from a file or the command line.
+
+There are no defaults for measured values.
 
 Results of `penstock models measure` for custom models fill in missing rates.
 """
@@ -21,7 +23,7 @@ from shared.models.catalog_file import LOCAL
 from shared.models.measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
 
 FIELD = "measurement"
-"""A model's field for the path of its penstock.measured.json, relative to the rates file."""
+"""A model's field with the path of its penstock.measured.json, relative to the rates file."""
 
 BROKER_ROUND_TRIP_S = 0.05
 """Time from publish to receipt over Pub/Sub within a region: p90 46.8 ms with Google's Go client at
@@ -44,7 +46,7 @@ def with_measurements(
     """Adds measured seconds to rates that do not specify them.
 
     For a class with `work`, the seconds are per unit of work, so the rates may specify a different
-    amount of work per item than the measured inputs had.
+    amount of work per item than the measured inputs required.
 
     Args:
         document: the rates, not validated yet.
@@ -106,9 +108,9 @@ def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
 
 
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
-    """Returns a model's measurement file.
+    """Returns the path of a model's measurement file.
 
-    None if the rates do not name a file and the class's folder does not have one.
+    None if the rates do not name a file and the class's folder does not contain one.
     """
     if isinstance(named := rate.get(FIELD), str):
         return folder / named
@@ -206,9 +208,11 @@ class DemandRates(Entry):
     regions: dict[str, float] = Field({})
     """Share of requests per region. Defaults to equal shares."""
     late_share: float = Field(0.001, gt=0, lt=1)
-    """Share of requests at the peak that may wait past the deadline."""
+    """Share of requests at the peak that may wait beyond the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
-    """Measured throughput of an API instance. Without it, only its concurrency counts."""
+    """Measured throughput of an API instance. If this is unset, only the instance's concurrency
+    counts.
+    """
     broker_round_trip_s: float = Field(BROKER_ROUND_TRIP_S, ge=0, le=MAX_BROKER_ROUND_TRIP_S)
     """Seconds from a worker to the broker and back, as measured by
     `penstock_worker_round_trip_seconds`.
@@ -226,7 +230,7 @@ class DemandRates(Entry):
 
 
 def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandRates:
-    """Reads a rates file. Any seconds it lacks come from device profiles.
+    """Reads a rates file. Device profiles supply any missing seconds.
 
     Raises:
         ConfigurationError: the file can't be read, or a field is invalid, missing or names an
@@ -347,7 +351,7 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
 
 
 def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRate:
-    """Returns a model's rate plus this many items per flow run, each of them a request."""
+    """Returns a model's rate plus this many items per flow run, each sent as a separate request."""
     mean, peak = (model.mean_per_s + flow.mean_per_s * items, model.peak + flow.peak * items)
     own = model.peak * model.items_per_request
     fields = model.model_dump(exclude_unset=True) | {

@@ -16,7 +16,7 @@ THROUGHPUT = "pubsub/throughput"
 
 
 def compute_billed_tib(messages: float, size_bytes: int, times: int) -> float:
-    """Returns the billed TiB of messages that are each billed `times` times."""
+    """Returns the billed TiB for messages that are each billed `times` times."""
     return messages * times * max(MIN_BYTES, size_bytes) / TIB
 
 
@@ -38,7 +38,7 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
 
 
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
-    """Yields a note on the cost of each model's replies on either topic, if known."""
+    """Yields a note on the cost of each model's replies on either topic, if that cost is known."""
     price = prices.prices.get(THROUGHPUT)
     for volume in volumes:
         direct, slots = (replies_tib(volume, kind, platform) for kind in ("direct", "slots"))
@@ -56,7 +56,7 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
 
 
 def _describe_shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
-    """Returns a note on the lowest cost of replies, if they share messages."""
+    """Returns a note on the lowest possible cost of replies that share messages."""
     count, size_bytes = volume.shared_replies, volume.shared_reply_bytes
     if count == 1 or size_bytes is None:
         return ""

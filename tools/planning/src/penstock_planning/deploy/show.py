@@ -1,4 +1,4 @@
-"""`penstock deploy plan`: prints a plan as text for people, or as JSON for programs."""
+"""`penstock deploy plan`: prints a plan as text for people or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def _number(value: float) -> str:
 
 
 def plan_as_json(plan: DeployPlan) -> str:
-    """Returns the plan with every name and figure. `tfvars` contains the changed variables."""
+    """Returns the plan with all its names and figures. `tfvars` contains the changed variables."""
     document = {
         "models": [_model_document(workers) for workers in _workers(plan)],
         "regions": [_site_document(site) for site in plan.sites],

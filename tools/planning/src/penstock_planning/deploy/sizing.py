@@ -2,14 +2,14 @@
 
 The number of workers follows from the load, the autoscaler's target utilization (decision 43), and
 the wait that the deadline allows. Quotas and limits also allow for what the autoscaler requests
-when arrivals vary. A model's workers are servers of a single queue, because all of them pull from
-one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). One
+when arrival rates vary. A model's workers are servers of a single queue, because all of them pull
+from one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). One
 model's batches vary less than that, and waits in M/D/c are shorter than in M/M/c at the same load,
-so the result is conservative. With continuous batching, the servers are the slots of all workers,
-each as slow as in a full worker. Workers that serve several models also act as servers of one
-queue. The models' loads are added up, each wait is as long as the longest full batch of any model,
-and the shortest slack applies. Not modeled: a request with more items than fit in a batch, all of
-which arrive at once.
+so the result is conservative. With continuous batching, the servers are the slots across all
+workers, each running at the speed of a slot in a full worker. Workers that serve several models
+also act as servers of one queue. The models' loads are added up, each wait is as long as the
+longest full batch of any model, and the shortest slack applies. Not modeled: a request whose items
+all arrive at once and don't fit in a single batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def servers_needed(
         wait_s: seconds that an arrival may wait for a server. Above 0.
         late_share: share of arrivals that may wait longer.
         places: places per server, if items join and leave one at a time. An arrival waits for any
-            place on any server, and each place does its share of the server's work.
+            place on any server, and each place does an equal share of the server's work.
 
     Returns:
         0 if there is no load, otherwise at least 1. More load never results in fewer servers.
@@ -87,7 +87,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(servers: int, load: float, service_s: float) -> float:
-    """Returns an arrival's mean wait in seconds: C(c, a) s / (c - a), for a < c."""
+    """Returns the mean wait in seconds: C(c, a) s / (c - a), for a < c."""
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
 
 
@@ -111,7 +111,8 @@ class Workers:
     pods_mean: int
     pods_peak: int
     pods_most: int
-    """Workers that the autoscaler requests at the peak, with a varying load or while catching up.
+    """Workers that the autoscaler requests at the peak, when the load varies or workers are
+    catching up.
     """
     answer_s: float
     """Seconds from request to response at the peak, without hits: network, mean wait, one batch."""
@@ -120,9 +121,9 @@ class Workers:
     (shared/models/service_rate.py).
     """
     most_busy: float
-    """Share of its time during which a process can run, no matter how much work there is.
+    """Share of time during which a process can run, no matter how much work is waiting.
 
-    Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
+    Below 1 if the broker is so far away that the process would have to hold more jobs than allowed.
     """
     repeated_s: float
     """Process seconds for the jobs a process holds. This work is lost if the process dies."""
@@ -140,7 +141,7 @@ def once(workers: Iterable[Workers]) -> list[Workers]:
 
 @dataclass(frozen=True)
 class Pool:
-    """A GPU node class in a region: machines, and their number at mean, peak, and maximum."""
+    """A region's GPU node class: its machines, and their number at the mean, peak, and maximum."""
 
     region: str
     gpu: Gpu
@@ -157,7 +158,7 @@ class Pool:
     def name(self) -> str:
         """Terraform's name for the on-demand pool.
 
-        Its other pools end in `-spot` and `-on-<overflow>`.
+        The other pools' names end in `-spot` and `-on-<overflow>`.
         """
         return gpu_class(self.gpu)
 
@@ -201,7 +202,7 @@ class _Demand:
     hand: _Hand
 
     def load(self, requests_per_s: float) -> float:
-        """Returns the load in Erlangs, which is the number of workers kept busy."""
+        """Returns the load in Erlangs, which is the number of workers it keeps busy."""
         computed_per_s = requests_per_s * self.rate.items_per_request * (1 - self.rate.hit_share)
         return computed_per_s * self.service_s / self.hand.most_busy
 
@@ -232,10 +233,10 @@ def size_workers(
 
     Offered load = items per second x (1 - hit share) x seconds per item. There are enough workers
     to keep utilization at the target and the share that waits past the deadline at `late_share` or
-    less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places
-    an item takes n times as long as with one, plus the overhead of sharing. Texts join and leave
-    between steps, so they wait for a place on a worker instead of a batch. If their worker has
-    other models, they wait for the worker itself.
+    less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places,
+    an item takes n times as long as with one, plus the sharing overhead. Texts join and leave
+    between steps, so they wait for a place on a worker rather than for a batch. If their worker
+    also serves other models, they wait for the worker itself.
 
     Raises:
         ConfigurationError: a full batch takes longer than the deadline.
@@ -289,10 +290,10 @@ def size_workers(
 def _hand(
     model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
 ) -> _Hand:
-    """Follows the workers' rule: two batches, plus the work done until a permit is reused.
+    """Follows the workers' own rule: two batches, plus the work done until a permit is reused.
 
-    By Little's law, a process that is always busy holds its rate times (batch time + that time). A
-    model that computes in steps holds a fixed number.
+    By Little's law, a process that is always busy holds its rate times (batch time + permit reuse
+    time). A model that computes in steps holds a fixed number.
     """
     in_steps = model.definition.shares_weights
     held = count_held_messages(model.batch.max_items, 1, in_steps=in_steps)
@@ -345,8 +346,9 @@ def size_site(
     warm.
 
     Raises:
-        ConfigurationError: a model's GPU type, or the overflow type, is not in any allowed zone of
-        the region, or is not sold as the platform's variables require.
+        ConfigurationError: a model's GPU type, or the overflow type, is not available in any
+        allowed zone of the region, or is not sold under the terms that the platform's variables
+        require.
     """
     classes: dict[Gpu, list[Workers]] = {}
     deployed = once(workers)
@@ -418,7 +420,10 @@ def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buf
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:
-    """Returns workers without a GPU per general node. One vCPU of the node is for system pods."""
+    """Returns the number of workers without a GPU that fit on one general node.
+
+    One of the node's vCPUs is for system pods.
+    """
     tail = machine_type.rpartition("-")[2]
     if not tail.isdigit():
         raise ConfigurationError(
@@ -440,7 +445,7 @@ def _api_instances(
     for group in workers:
         per_s = group.requests_peak_per_s if at_peak else group.requests_mean_per_s
         asked_per_s += per_s
-        # A request waits if even one of its items has to be computed.
+        # A request waits if even one of its items must be computed.
         in_flight += (
             per_s
             * min(1.0, group.rate.items_per_request * (1 - group.rate.hit_share))
@@ -452,5 +457,5 @@ def _api_instances(
 
 
 def inboxes_for(instances: int, runners: int) -> int:
-    """Returns the inboxes for a region with at most this many API instances and batch runners."""
+    """Returns the number of inboxes for at most this many API instances and batch runners."""
     return (instances + runners) * INSTANCES_TO_INBOXES

@@ -1,6 +1,6 @@
 """The resources of Terraform's `platform` stage: topics, subscriptions, node pools, Redis.
 
-A test compares the two lists.
+A test compares this list to Terraform's.
 """
 
 from __future__ import annotations

@@ -43,12 +43,13 @@ HOURS = 730.0
 SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
-"""Overhead per message: timestamp and message id are billed (cloud.google.com/pubsub/pricing)."""
+"""Overhead per message: the timestamp and message ID are billed (cloud.google.com/pubsub/pricing).
+"""
 KINDS: tuple[Replies, ...] = get_args(Replies)
 SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
 REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
-"""Any fixed time, because only the text's length matters."""
+"""An arbitrary fixed time, because only the text's length matters."""
 
 SAMPLE_ROWS = 50
 """Rows per object, used to calculate their compressed size.
@@ -123,7 +124,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Returns the bytes that go to the object store instead of into a message.
+    """Returns how many bytes go to the object store instead of into a message.
 
     Texts and vectors never go there.
     """
@@ -205,7 +206,7 @@ def measure_packed_row_bytes(model: Model) -> int:
 
 
 def sample_row(model: Model, chance: random.Random) -> Fields:
-    """Returns a row for an item with random ids and times."""
+    """Returns a sample row for an item, with random ids and times."""
     received_at_s = NOW_S + chance.random() * 10
     queued_ms, inference_ms = 100 * chance.random(), 100 * chance.random()
     replied_at_s = received_at_s + (queued_ms + inference_ms) / 1000

@@ -2,7 +2,7 @@
 
 The service rate is estimated by the same class that the API uses. One estimate represents all of a
 region's instances: each of n instances has 1/n of the items and the rate, so they expect the same
-waits. Tenants are not modeled, so everything that is waiting counts as being ahead.
+waits. Tenants are not modeled, so everything that is waiting counts as ahead in line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH_SHARE = 0.5
 class SimulatedJob:
     """A request, which is one message.
 
-    It finishes only once, even if it gets another reply later.
+    It finishes only once, even if another reply arrives later.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class ApiSite:
 
     @property
     def in_flight(self) -> int:
-        """Items waiting for a worker, in both priorities."""
+        """Items in both priorities that are waiting for a worker."""
         return self.interactive + self.batch
 
     def admits(self, job: SimulatedJob, now_s: float) -> bool:
@@ -122,7 +122,7 @@ class ApiSite:
         return wait_s <= left_s
 
     def record_answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
-        """Records a response that arrived in time, after spending `took_s` seconds in the model."""
+        """Records a response that arrived in time and spent `took_s` seconds in the model."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
 

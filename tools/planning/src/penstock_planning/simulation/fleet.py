@@ -40,8 +40,8 @@ class Fleet:
         self._chance = chance
         self._made = 0
         self.nodes: list[Node] = []
-        """Nodes that have been ordered, are running, or have received notice. All of them are paid
-        for from the time they are ordered.
+        """Nodes that have been ordered, are running, or have received a termination notice. All of
+        them are paid for from the time they are ordered.
         """
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
@@ -159,7 +159,7 @@ class Fleet:
             self._env.process(self._empty(node, failure))
 
     def _empty(self, node: Node, failure: GpuFailure) -> Steps:
-        """Drains a node whose GPU has failed, until it is deleted."""
+        """Drains a node whose GPU has failed; the node is deleted afterward."""
         for worker in list(node.workers):
             worker.lose_gpu(failure.worker_leaves_s)
         yield self._env.timeout(failure.node_emptied_s)
@@ -207,7 +207,7 @@ class Fleet:
 
     @property
     def gpu_busy_s(self) -> float:
-        """Total seconds during which nodes' GPUs were busy, over all nodes so far."""
+        """Total seconds during which nodes' GPUs were busy, across all nodes so far."""
         now_s = self._env.now
         return self._retired_busy_s + sum(
             node.busy_s + (now_s - node.since_s if node.busy else 0.0) for node in self.nodes

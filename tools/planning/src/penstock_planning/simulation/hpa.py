@@ -21,7 +21,7 @@ Reading = tuple[float | None, float]
 
 
 class HorizontalPodAutoscaler:
-    """A HorizontalPodAutoscaler. It does no I/O: callers pass the time and the metrics.
+    """A HorizontalPodAutoscaler. It does no I/O: callers pass in the time and the metrics.
 
     Args:
         behavior: limits on its rate of change.
@@ -36,7 +36,7 @@ class HorizontalPodAutoscaler:
         self._removed: deque[tuple[float, int]] = deque()
 
     def compute_desired(self, now_s: float, replicas: int, readings: Sequence[Reading]) -> int:
-        """Returns the desired number of replicas from now on."""
+        """Returns the number of replicas desired from now on."""
         if not self._recommended:
             self._recommended.append((now_s, replicas))
         if replicas == 0:
@@ -61,7 +61,7 @@ class HorizontalPodAutoscaler:
         if not wanted:
             return None
         highest = max(wanted)
-        # The missing metric might have requested more.
+        # The missing metric might have called for more replicas.
         return None if len(wanted) < len(readings) and highest < replicas else highest
 
     def _compute_wanted(self, replicas: int, value: float, target: float) -> int:

@@ -28,22 +28,22 @@ class StepsLoad(Entry):
     """
 
     def step_s(self, items: int) -> float:
-        """Returns the seconds of a step for a worker that is alone on its GPU."""
+        """Returns the duration of a step, in seconds, for a worker that has its GPU to itself."""
         return self.fixed_s + self.per_item_s * items
 
     @property
     def first_work(self) -> int:
-        """Number of items whose step takes as long as a first step, at least 1."""
+        """Number of items at which a step takes as long as a first step, at least 1."""
         more_s = max(0.0, self.first_s - self.fixed_s)
         return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
 
     def item_s(self, slots: int) -> float:
-        """Returns the seconds per item for a worker whose slots are all occupied."""
+        """Returns the seconds per item for a worker whose slots are all in use."""
         return self.first_s + self.count * self.step_s(slots) / slots
 
 
 class ModelLoad(ItemLoad):
-    """The requests for one model, and worker time per item when alone on a GPU."""
+    """The requests for one model, and the worker time per item with a GPU to itself."""
 
     arrivals: tuple[Arrivals, ...] = ()
     """Arrivals of direct requests. Empty if only flows use the model."""
@@ -72,10 +72,10 @@ class ModelLoad(ItemLoad):
         return self
 
     def full_item_s(self, batch: int) -> float:
-        """Returns the seconds per item for a full worker that is alone on its GPU."""
+        """Returns the seconds per item for a full worker that has its GPU to itself."""
         return self.batch_s(batch) / batch if self.steps is None else self.steps.item_s(batch)
 
     def batch_s(self, items: int) -> float:
-        """Returns the seconds per batch for a worker that is alone on its GPU."""
+        """Returns the seconds per batch for a worker that has its GPU to itself."""
         assert self.item_s is not None, "checked when it was read; this is a bug"
         return self.fixed_s + self.item_s * items

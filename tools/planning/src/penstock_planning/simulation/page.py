@@ -39,7 +39,7 @@ Column = NDArray[np.float64]
 
 
 def write_page(result: SimulationResult, path: Path) -> None:
-    """Writes the page. It contains a copy of plotly.js, about 5 MB."""
+    """Writes the page. The page contains a copy of plotly.js, about 5 MB."""
     path.write_text(page(result), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Evaluates the autoscaler's PromQL queries over simulated time series.
 
 It uses promql-parser, a parser that follows Prometheus. An error names any unsupported expression,
-so that a rule is never simulated incorrectly.
+so a rule is never simulated incorrectly.
 
 Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
 in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
@@ -106,7 +106,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     if to_start_s >= 1.1 * mean_s:
         to_start_s = mean_s / 2
     if grown > 0 and values[first] >= 0:
-        # A counter starts at zero and is never below it.
+        # A counter starts at zero and never drops below it.
         to_start_s = min(to_start_s, sampled_s * values[first] / grown)
     if to_end_s >= 1.1 * mean_s:
         to_end_s = mean_s / 2
@@ -132,7 +132,7 @@ def number(value: Value) -> float:
 
 
 def only(vector: Vector) -> float:
-    """Returns a vector's only element. NaN unless there is exactly one, like `scalar`."""
+    """Returns a vector's only element. Like `scalar`, returns NaN unless there is exactly one."""
     return next(iter(vector.values())) if len(vector) == 1 else math.nan
 
 
@@ -216,7 +216,7 @@ class _Compiler:
         self.metrics: set[str] = set()
         self.looks_back_s = 0.0
         self._outer_s = 0.0
-        """Range in seconds of the subqueries around the current expression."""
+        """Range in seconds of the subqueries that enclose the current expression."""
 
     def compile(self, node: Any) -> _Step:
         kind = type(node).__name__

@@ -33,7 +33,7 @@ class ModelRecord:
     answer_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds until the response."""
     queue_s: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds until its batch started."""
+    """Seconds until the request's batch started."""
     ended_s: array[float] = field(default_factory=lambda: array("d"))
     """End times of requests that were not served."""
 
@@ -70,7 +70,7 @@ class Recorder:
     def __init__(self, models: tuple[str, ...], flows: tuple[str, ...] = ()) -> None:
         self.models = {model: ModelRecord() for model in models}
         self.runs = {flow: ModelRecord() for flow in flows}
-        """Runs of flows. A run with a step that is not served has no outcome."""
+        """Runs of flows. A run has no outcome if one of its steps is not served."""
         self.samples: list[Sample] = []
         self.gpu_samples: list[GpuSample] = []
         self.worker_busy_s = 0.0

@@ -5,7 +5,7 @@ KEDA reads the triggers, scales from and to zero, and substitutes metrics that f
 Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery), pkg/fallback/fallback.go
 (GetMetricsWithFallback, doFallback), pkg/scaling/scale_handler.go (getScalerState),
 pkg/scaling/executor/scale_scaledobjects.go (RequestScale). This follows 2.19; older versions don't
-apply the fallback in their own loop, so they stay at zero.
+apply the fallback in their own loop, so they stay at zero replicas.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SimulatedDeployment:
             self._reconcile()
 
     def start_with(self, count: int) -> None:
-        """Adds workers that are ready at the start. The fleet has room for them."""
+        """Adds workers that are ready at the start. Assumes that the fleet has room for them."""
         self.wanted = count
         for _ in range(count):
             worker = self._create_worker()
@@ -97,7 +97,7 @@ class SimulatedDeployment:
             self._create()
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
-            # First pods that are not ready, then the newest ones, in a ReplicaSet's order.
+            # Pods that are not ready come first, then the newest ones, in a ReplicaSet's order.
             ranked = sorted(self.workers, key=lambda pod: (pod.is_ready, -pod.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
@@ -149,7 +149,7 @@ class SimulatedDeployment:
         self.fleet.request(worker)
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
-        # On a failed GPU, it never becomes ready.
+        # On a failed GPU, the pod never becomes ready.
         if not worker.is_gone and not worker.is_draining and worker.has_gpu:
             self.service.add_worker(worker)
             self._reconcile()
@@ -214,9 +214,9 @@ class SimulatedDeployment:
             self._env.process(self._leave_gpu(worker, leaves_s))
 
     def _leave_gpu(self, worker: SimulatedWorker, leaves_s: float) -> Steps:
-        """Makes a process lose its GPU, restart and lose it again, after which the worker leaves.
+        """Makes a process lose its GPU, restart, and lose it again, so that its worker exits.
 
-        Its pod restarts on the same GPU and is not ready until its node is drained.
+        The worker's pod restarts on the same GPU and is not ready until its node is drained.
         """
         worker.lost_gpus = 1
         self.service.lose_gpu(worker)
@@ -240,7 +240,7 @@ class SimulatedDeployment:
 
 
 def _share(share: str, replicas: int) -> float:
-    """Returns a number of pods, given a number or a percentage of the replicas."""
+    """Returns a number of pods, given either a number or a percentage of the replicas."""
     return replicas * float(share[:-1]) / 100 if share.endswith("%") else float(share)
 
 
@@ -273,7 +273,7 @@ class Autoscaler:
         self._hpa = HorizontalPodAutoscaler(least, rules.maxReplicaCount, rules.behavior)
         self._active_s = -math.inf
         self.is_endpoint_up = True
-        """True if queries return anything at all."""
+        """True if the queries return anything at all."""
 
     @property
     def looks_back_s(self) -> float:
@@ -281,7 +281,7 @@ class Autoscaler:
         return max((query.looks_back_s for _, query in self._triggers), default=0.0)
 
     def poll(self, now_s: float, replicas: int) -> int:
-        """Runs KEDA's own loop, every `pollingInterval`: scales from zero and to zero."""
+        """Runs KEDA's own loop every `pollingInterval`: scales to and from zero."""
         if self.is_endpoint_up and 0 < self.rules.minReplicaCount <= replicas:
             return replicas  # the values do not matter here
         is_active = is_error = False
@@ -304,9 +304,9 @@ class Autoscaler:
         return max(replicas, least)
 
     def sync(self, now_s: float, replicas: int) -> int:
-        """Runs the HPA's loop, every 15 s.
+        """Runs the HPA's loop every 15 s.
 
-        It requests the metrics from KEDA, which reads them at that time.
+        It requests the metrics from KEDA, which queries them at that time.
         """
         if replicas == 0:
             return 0

@@ -79,9 +79,9 @@ class FlowSummary:
 
 @dataclass(frozen=True)
 class GpuFailureSummary:
-    """Consequences of a `gpu_failure`, in seconds since the failure.
+    """Consequences of a `gpu_failure`, in seconds after the failure.
 
-    None if it did not happen before the end of the run.
+    None if the event did not occur before the end of the run.
     """
 
     at_s: float
@@ -109,7 +109,7 @@ class RunSummary:
     worker_busy_share: float
     """Share of ready workers' time during which they were busy."""
     worker_work_share: float
-    """Share of ready workers' capacity that was used. Lower if steps were not full."""
+    """Share of ready workers' capacity that was used. Lower if some steps were not full."""
     dollars: float | None
     """Cost of GPU nodes. None if a price is unknown."""
     dollars_per_day: float | None
@@ -188,7 +188,7 @@ class SimulationResult:
             )
 
     def _find_all_ready_s(self, after_s: float) -> float | None:
-        """Returns the first sample after a given time at which no worker is missing."""
+        """Returns the first sample after a given time that shows no workers missing."""
         missing: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.at_s > after_s:

@@ -1,6 +1,6 @@
 """The deployed rules for autoscaling, rollouts, and draining, read from the overlay.
 
-The same code as `python -m infra.kubernetes` writes the overlay, which is rendered as Kustomize
+The overlay is written by the same code as `python -m infra.kubernetes`, and rendered as Kustomize
 would, to the extent that its files require: resources, components, strategic merges.
 tests/infra/simulation compares both if kubectl is installed.
 """
@@ -30,7 +30,7 @@ from shared.models.kubernetes_names import slug
 ALERTS_FILE = Path(infra.__file__).parent / "monitoring/rendered/alerts.json.tftpl"
 Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader takes a tenth of the time, if PyYAML was built with it."""
+"""libyaml's loader, if PyYAML was built with it, takes a tenth of the time."""
 
 DEFAULT_UP = {
     "stabilizationWindowSeconds": 0,
@@ -47,7 +47,7 @@ DEFAULT_DOWN = {
 
 
 class _Read(BaseModel):
-    """Fields that are not listed do not affect the simulation."""
+    """Unlisted fields do not affect the simulation."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -110,20 +110,20 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """Rules in the manifests for workers of one or more models."""
+    """Rules from the manifests for workers of one or more models."""
 
     models: tuple[str, ...]
     slug: str
     autoscaler: AutoscalerRules
     max_surge: str
     max_unavailable: str
-    """Number of pods that may be unavailable during a rollout, or a percentage."""
+    """Number or percentage of pods that may be unavailable during a rollout."""
     drain_s: float
-    """Seconds that a stopping worker allows its running batches."""
+    """Seconds that a stopping worker allows for its running batches."""
     processes: int = 1
     """Model processes per worker."""
     spread_over_nodes: bool
-    """True if a model's pods prefer to be on different nodes."""
+    """True if a model's pods prefer to run on different nodes."""
 
 
 class AlertRules(_Read):
@@ -331,7 +331,7 @@ Rules = Mapping[str, Mapping[str, WorkerRules]]
 def read_deployed_rules(
     scenario: Scenario, models_file: Path | None = None, profiles: Profiles = ()
 ) -> tuple[Catalog, Rules]:
-    """Returns a scenario's catalog, and the rules that would be deployed for it.
+    """Returns a scenario's catalog and the rules that would be deployed for it.
 
     Raises:
         ConfigurationError: the catalog can't be read, or one of the scenario's models is missing.

@@ -66,9 +66,9 @@ class ScenarioBroker(Entry):
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub guarantees nothing better."""
     lease_s: Seconds = 20.0
-    """Lease of a job held by a worker (PubSubTransport.subscribe), renewed at each third."""
+    """Lease on a job held by a worker (PubSubTransport.subscribe), renewed at each third."""
     round_trip_s: Seconds = 0.0
-    """Seconds from a worker to its broker and back.
+    """Round-trip seconds between a worker and its broker.
 
     A finished job's permit is reused after two round trips (shared/models/service_rate.py). 0 means
     immediately. A request's trip time is `api.trip_s`.
@@ -76,8 +76,8 @@ class ScenarioBroker(Entry):
     batches_held: int | None = Field(None, ge=1)
     """Number of full batches that a worker holds at any distance.
 
-    None means the same as real workers, which hold two near the broker, and more the farther away
-    they are (shared/models/service_rate.py).
+    None means that workers behave like real ones, which hold two near the broker and more the
+    farther away they are (shared/models/service_rate.py).
     """
 
 
@@ -91,9 +91,9 @@ class Metrics(Entry):
     age_s: Seconds = 5.0
     """Delay after a scrape before queries see it."""
     has_stale_markers: bool = False
-    """True if queries immediately see that a target is gone.
+    """True if queries see immediately that a target is gone.
 
-    Prometheus does, Google's backend does not
+    This is true for Prometheus but not for Google's backend
     (cloud.google.com/stackdriver/docs/managed-prometheus/promql-differences).
     """
     pubsub_sample_s: float = Field(60.0, gt=0)
@@ -103,7 +103,7 @@ class Metrics(Entry):
 
 
 class SpotLoss(Entry):
-    """Some of the spot nodes receive their notice at the same time."""
+    """Some of the spot nodes receive a termination notice at the same time."""
 
     kind: Literal["spot_loss"]
     at_s: Seconds
@@ -137,9 +137,10 @@ class GpuFailure(Entry):
     region: str | None = None
     """None means all."""
     worker_leaves_s: Seconds = 20.0
-    """Time until a worker has lost its GPU twice in a row, which makes it exit. An assumption."""
+    """Time until a worker has lost its GPU twice in a row, which causes it to exit. An assumption.
+    """
     node_emptied_s: Seconds = 45.0
-    """Time until the node reports the failure in a condition and workers/gpu_nodes.py, which checks
+    """Time until the node reports the failure as a condition and workers/gpu_nodes.py, which checks
     every 15 s, has cordoned the node. An assumption.
     """
 
@@ -181,7 +182,7 @@ class SetReplicas(Entry):
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """True if surplus workers die immediately along with the jobs they hold, instead of draining.
+    """True if surplus workers die immediately along with the jobs they hold, rather than draining.
     """
 
 
@@ -207,7 +208,7 @@ class Scenario(Entry):
     about: str = ""
     duration_s: float = Field(gt=0)
     settle_s: Seconds = 600.0
-    """Time from which replicas are evaluated."""
+    """Time from which replica counts are evaluated."""
     seed: int = 0
     catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
     """Path of a catalog, relative to the scenario, or catalog entries."""
@@ -216,7 +217,7 @@ class Scenario(Entry):
     workers: tuple[dict[str, Any], ...] = ()
     """The catalog's `workers` list, if its entries are specified here."""
     flows: dict[str, ScenarioFlow] = Field({})
-    """Flows by name. Their steps add to their models' load."""
+    """Flows by name. Their steps add to the load on their models."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )
@@ -252,7 +253,7 @@ class Scenario(Entry):
 def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
     """Reads a scenario.
 
-    A file may have a `base`: another file, whose fields are the defaults.
+    A file may specify a `base`: another file whose fields are the defaults.
 
     Args:
         name: a file, or the name of a shipped scenario.
@@ -326,7 +327,7 @@ def _with(document: Any, keys: list[str], value: Any) -> Any:
     if isinstance(document, list):
         index = int(keys[0])
         return [*document[:index], _with(document[index], keys[1:], value), *document[index + 1 :]]
-    # A model's name may contain dots: the longest existing key wins.
+    # Model names may contain dots, so the longest existing key wins.
     for length in range(len(keys), 0, -1):
         name = ".".join(keys[:length])
         if name in (document or {}):

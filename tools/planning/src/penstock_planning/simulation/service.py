@@ -1,10 +1,10 @@
 """A model's service: its subscriptions, and the jobs that workers in all regions pull from them.
 
-A whole batch consists of the requests that are waiting when a worker's model becomes idle. In a
-batch of steps (continuous batching, decision 62), all steps between two changes take the same time,
-so the only events are changes: an item is admitted, its prompt has been read, or it has finished.
-Changes do not wait for a step to end. An item is admitted immediately, and a late one leaves with
-the next change.
+A whole batch consists of the requests that are waiting when the model becomes idle in a worker. In
+a batch of steps (continuous batching, decision 62), all steps between two changes take the same
+time, so the only events are changes: an item is admitted, its prompt has been read, or it has
+finished. Changes do not wait for a step to end. An item is admitted immediately, and a late one
+leaves with the next change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shared.models.service_rate import StepTime, count_held_messages, refill_s
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_PRIORITY_EVERY = 16
-"""Every 16th batch starts with `batch` priority (workers/scheduling/priority_queue.py)."""
+"""Every 16th batch starts with `batch` items (workers/scheduling/priority_queue.py)."""
 
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
 """Called with jobs that a worker has finished, and the model time they took, in seconds."""
@@ -497,7 +497,7 @@ class Service:
             self._open_up(worker)
 
     def _compute(self, worker: SimulatedWorker) -> None:
-        """Lets a worker start on the jobs it holds, as far as it can."""
+        """Lets a worker start as many of the jobs it holds as it can."""
         if not worker.has_gpu:
             self._idle.pop(worker, None)
             return
@@ -556,7 +556,7 @@ class Service:
     def lose_gpu(self, worker: SimulatedWorker) -> None:
         """Handles a worker's failed GPU.
 
-        The worker keeps its running jobs in order to retry them, and continues to pull.
+        The worker keeps its running jobs so that it can retry them, and continues to pull.
         """
         jobs = self._work.stop(worker) if worker.running else []
         for job in sorted(jobs, key=_age, reverse=True):
@@ -598,7 +598,7 @@ def _age(job: SimulatedJob) -> Any:
 
 
 def _pass_turn(worker: SimulatedWorker) -> None:
-    """In a pod with several models, lets the model with the oldest waiting job compute next."""
+    """In a pod with several models, runs the model with the oldest waiting job next."""
     if not worker.others:
         return
     waiting = [member for member in (worker, *worker.others) if any(member.held)]

@@ -59,7 +59,7 @@ class SharedService:
     def drain(self, pod: SimulatedWorker) -> simpy.Event:
         """Stops a pod from pulling.
 
-        The event fires when the pod has finished the jobs that it holds.
+        The event fires when the pod has finished its jobs.
         """
         pod.is_draining = True
         return self._env.all_of([service.drain(part) for service, part in self._of(pod)])

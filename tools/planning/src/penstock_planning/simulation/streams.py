@@ -47,7 +47,7 @@ class Wave(_Arrivals):
 
 
 class StepArrivals(_Arrivals):
-    """One rate, and a different rate from a given time on."""
+    """One rate until a given time, and a different rate after that."""
 
     kind: Literal["step"]
     before_per_s: float = Field(ge=0)
@@ -66,7 +66,7 @@ class Burst(_Arrivals):
 
 
 class Trace(_Arrivals):
-    """Requests at recorded times, from a `penstock load` trace, of which only `at_s` is used."""
+    """Requests at recorded times, from a `penstock load` trace; only `at_s` is used."""
 
     kind: Literal["trace"]
     file: Path

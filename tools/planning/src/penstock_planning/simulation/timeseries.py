@@ -27,9 +27,9 @@ class Series:
     age_s: float = 0.0
     """Seconds after a scrape before queries see its samples."""
     has_fallen: bool = False
-    """True if a value was ever lower than the previous one, as after a counter reset."""
+    """True if a value was ever lower than the one before it, as after a counter reset."""
     ended_s: float = math.inf
-    """Time at which its target disappeared and Prometheus writes a staleness marker."""
+    """Time at which the series' target disappeared, when Prometheus writes a staleness marker."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Matcher:
 
 
 class TimeSeries:
-    """All series by metric name and labels.
+    """All series, by metric name and labels.
 
     Args:
         kept_s: the queries' longest lookback. Older series and samples may be dropped.

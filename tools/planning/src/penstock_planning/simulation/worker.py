@@ -1,4 +1,4 @@
-"""Nodes, and workers on them."""
+"""Nodes, and the workers on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Inside:
     time: StepTime
     """The worker's estimate of its step times."""
     share_s: float = 0.0
-    """Worker seconds received by an item that has been in the batch all along."""
+    """Worker seconds received by an item that has been in the batch since it started."""
     spare_s: float = 0.0
     """The spare part of share_s."""
     spare_part: float = 0.0
@@ -74,10 +74,11 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """Pods can start on it; its GPU has failed; it was cordoned because of the failure."""
+        """Pods can start on the node; its GPU has failed; it was cordoned because of the failure.
+        """
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
-        """Number of workers that are computing now."""
+        """Number of workers that are currently computing."""
         self.busy_s = 0.0
         """Seconds during which at least one of them was computing."""
         self.ordered_s = 0.0
@@ -98,7 +99,7 @@ class SimulatedWorker:
     model: str
     _: KW_ONLY
     processes: int
-    """Number of model processes. If there are several, each has a separate CPU."""
+    """Number of model processes. If a pod has several processes, each has its own CPU."""
     placed: simpy.Event
     """Event that fires when the worker has a place on a node."""
     is_spread: bool
@@ -121,7 +122,7 @@ class SimulatedWorker:
     )
     """Jobs waiting here, by priority: interactive, batch."""
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
-    """By priority: jobs waiting or running here, and jobs whose acks are in transit."""
+    """Jobs by priority: those waiting or running here, and those whose acks are in transit."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
     """Maximum number of jobs it holds in each priority."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
@@ -133,31 +134,31 @@ class SimulatedWorker:
     batch_done: simpy.Event | None = None
     drained: simpy.Event | None = None
     open_at: int = -1
-    """Its index among the workers with room."""
+    """The worker's index among the workers with room."""
     parts: tuple[SimulatedWorker, ...] = ()
     """For a pod with several models, one part per model.
 
     All data except the counts belongs to the pod.
     """
     others: tuple[SimulatedWorker, ...] = ()
-    """For such a part, the other parts, which take turns running."""
+    """For one of these parts, the other parts, with which it takes turns running."""
     take_turn: Callable[[], None] | None = None
-    """For such a part, runs it if possible."""
+    """For one of these parts, runs it if possible."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None
-    """Its estimate of its step times, after its first step."""
+    """The worker's estimate of its step times, available after its first step."""
     inference_s: float = 0.0
     spare_s: float = 0.0
     items: int = 0
-    """A counter in its metrics, like `batches`."""
+    """A counter in the worker's metrics, like `batches`."""
     batches: int = 0
     busy_s: float = 0.0
     """Seconds during which it was computing."""
     work_s: float = 0.0
     """Seconds that a full worker would have taken to do the same work."""
     busy_parts: tuple[float, float] = (0.0, 0.0)
-    """Each priority's share of its current computation."""
+    """Each priority's share of the current computation."""
     busy_average: tuple[float, float] = (0.0, 0.0)
     busy_since_s: float = 0.0
 

@@ -90,7 +90,7 @@ SAMPLES = 1440
 """Number of samples per run, for plots over time."""
 GPU_ALERT = "gpu-failed"
 MARGIN_S = 60.0
-"""Series are kept for longer than queries look back."""
+"""How much longer series are kept than queries look back."""
 MIN_SAMPLE_S = 5.0
 
 
@@ -125,7 +125,7 @@ class SimulatedRun:
 
 
 class Scraper:
-    """The collectors for workers and APIs, and Pub/Sub's own gauges.
+    """The collectors for the workers and APIs, and Pub/Sub's own gauges.
 
     Args:
         broker_wait_s: how long published jobs may be in transit or wait at the broker.
@@ -189,7 +189,8 @@ class Scraper:
         now_s = self._env.now
         for (_, region), replicas in self._parts.replicas.items():
             for worker in (*replicas.workers, *replicas.leaving):
-                # The port responds once the process is up. Until it is ready, all values are zero.
+                # The port responds once the process is running. Until it is ready, all values are
+                # zero.
                 if worker.node is None:
                     continue
                 slug = replicas.rules.slug
@@ -365,7 +366,7 @@ def _with_profiles(scenario: Scenario, catalog: Catalog, profiles: Profiles) -> 
     """Returns the scenario with the profiles' seconds for models that have a profile.
 
     Raises:
-        ConfigurationError: a profile lacks the figures of its model.
+        ConfigurationError: a profile has no figures for its model.
     """
     loads = {}
     for name, load in scenario.models.items():
@@ -541,7 +542,7 @@ class World:
     def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
         """Starts a flow's runs.
 
-        The API sees the flow instead of requests to its steps' models.
+        The API sees the flow as a whole rather than requests to its steps' models.
         """
         flow, record = self.scenario.flows[name], self.recorder.runs[name]
         sites = {
@@ -636,7 +637,7 @@ class World:
     # Result
 
     def result(self) -> SimulationResult:
-        """Returns the results after the end."""
+        """Returns the results after the run ends."""
         self._take_samples()
         for replicas in self.parts.replicas.values():
             replicas.count_workers()

@@ -121,8 +121,8 @@ class AnalyzerModule:
 class _Watchdog:
     """Stops calls that take too long. Only one call runs at a time.
 
-    A single thread watches all calls and exits after a while without any. A timer per call would
-    start a thread for each call.
+    A single thread watches all calls, and exits once there have been none for a while. A timer per
+    call would start a thread for each call.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
