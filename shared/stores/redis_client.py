@@ -446,8 +446,10 @@ class RedisLink:
             try:
                 fault = await within(CONNECT_LIMIT_S, find_eviction_fault(self.client))
             except REDIS_FAILURES:
+                # Unlike asyncio.wait_for, this is still canceled if the breaker opens meanwhile.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._tripped.wait(), pause_s)
+                    async with asyncio.timeout(pause_s):
+                        await self._tripped.wait()
                     return
                 continue
             if fault:
