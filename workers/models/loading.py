@@ -1,4 +1,4 @@
-"""Errors that transformers and safetensors raise while loading a model's folder."""
+"""Errors that the model libraries raise while loading a model's files."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, PenstockError
 from workers.models.device import memory_errors
+
+_MAX_REASON_CHARS = 500
 
 
 @contextmanager
-def folder_errors(folder: Path, reason: str = "") -> Iterator[None]:
+def folder_errors(source: Path | str, field: str = "source") -> Iterator[None]:
     """Translates errors about a folder that is not a model or has damaged files.
 
     Args:
-        reason: inserted before the library's message.
+        source: the folder, which the error message starts with.
 
     Raises:
         ConfigurationError: the folder can't be loaded, now or later.
@@ -26,5 +26,9 @@ def folder_errors(folder: Path, reason: str = "") -> Iterator[None]:
     try:
         with memory_errors():
             yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ConfigurationError(f"{folder}: {reason}{error}", field="source") from error
+    except (PenstockError, MemoryError):
+        raise
+    except Exception as error:
+        # The boundary with the libraries. Each kind of damage raises a different error.
+        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
+        raise ConfigurationError(f"{source}: {reason}", field=field) from error

@@ -86,7 +86,15 @@ def read_bert_folder(folder: Path) -> LoadedBert | None:
             tensors = {name: file.get_tensor(name).float() for name in shapes}
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         epsilon, activate = float(config["layer_norm_eps"]), _ACTIVATIONS[config["hidden_act"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        SafetensorError,
+    ):
         return None
     if any(tensors[name].shape != shape for name, shape in shapes.items()):
         return None

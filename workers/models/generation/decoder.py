@@ -17,8 +17,7 @@ MLP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +336,7 @@ class Decoder:
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
         self._dtype = choose_dtype(self._precision, self._device.type)
-        with folder_errors(self._folder, "not a causal language model: "):
+        with folder_errors(f"{self._folder}: not a causal language model"):
             self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
         positions = getattr(self._model.config, "max_position_embeddings", None)
         if positions is not None and positions < self._capacity:
@@ -346,7 +345,8 @@ class Decoder:
                 f"positions in {self._folder}",
                 field="generation",
             )
-        with self._step_errors():
+        name = type(self._model).__name__
+        with folder_errors(f"{self._folder}: {name} can't be run step by step"):
             trial_ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
             with torch.inference_mode():
                 right = self._model(trial_ids[None], use_cache=False).logits[0, -1].float()
@@ -372,23 +372,6 @@ class Decoder:
             for weights in model.parameters():  # not the positions' frequencies
                 weights.data = weights.data.to(self._dtype)
         return model
-
-    @contextmanager
-    def _step_errors(self) -> Iterator[None]:
-        """Translates errors from a model that can't be run with our cache and attention.
-
-        Raises:
-            ConfigurationError: the model can't be run, now or later.
-            OutOfMemory: see `memory_errors`, which also translates a lost GPU.
-        """
-        try:
-            with memory_errors():
-                yield
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"{self._folder}: {type(self._model).__name__} can't be run step by step: {error}",
-                field="source",
-            ) from error
 
     def _prepare(self) -> None:
         """Sets up the weights, the attention, and the function that computes a pass."""

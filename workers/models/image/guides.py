@@ -37,6 +37,7 @@ from workers.models.image.folders_beside import IpAdapterFiles
 from workers.models.image.kept_encodings import KeptEncodings
 from workers.models.image.own_pipeline import Interception
 from workers.models.image.plan import ImagePlan
+from workers.models.loading import folder_errors
 
 _SHAPES = (
     "cross_attention_dim",
@@ -154,12 +155,10 @@ class Controls:
 
 def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.ControlNetModel:
     field = f"image.controls.{name}"
-    try:
+    with folder_errors(f"{field}: {folder}", field):
         net: Any = diffusers.ControlNetModel.from_pretrained(
             folder, dtype=plan.dtype, local_files_only=True, use_safetensors=True
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise ConfigurationError(f"{field}: {folder}: {error}", field=field) from error
     wrong = [
         f"{shape} {net.config.get(shape)!r} instead of {pipeline.unet.config.get(shape)!r}"
         for shape in _SHAPES
@@ -392,22 +391,20 @@ class _Loader:
         Raises:
             ConfigurationError: the files aren't an IP-Adapter for this UNet. The message names
                 `field`.
+            OutOfMemory: the device has too little memory.
         """
         reason = f"{field}: {files.weights}"
-        try:
-            adapter = self._assemble(files)
-            pixels = torch.zeros(1, 3, files.side_px, files.side_px)
-            with torch.inference_mode():
-                tokens = adapter.tokens(pixels.to(self._device, self._dtype))
-            width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
-            if width != wanted:
-                raise _WrongFileError(f"its tokens have width {width}; expected {wanted}")
-        except _WrongFileError as error:
-            raise ConfigurationError(f"{reason}: {error}", field=field) from error
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            # diffusers and transformers raise these for parts that don't match.
-            reason = f"{reason} does not fit {files.encoder}: {str(error)[:300]}"
-            raise ConfigurationError(reason, field=field) from error
+        with folder_errors(f"{reason} does not fit {files.encoder}", field):
+            try:
+                adapter = self._assemble(files)
+                pixels = torch.zeros(1, 3, files.side_px, files.side_px)
+                with torch.inference_mode():
+                    tokens = adapter.tokens(pixels.to(self._device, self._dtype))
+                width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
+                if width != wanted:
+                    raise _WrongFileError(f"its tokens have width {width}; expected {wanted}")
+            except _WrongFileError as error:
+                raise ConfigurationError(f"{reason}: {error}", field=field) from error
         return adapter
 
     def _assemble(self, files: IpAdapterFiles) -> _IpAdapter:

@@ -20,10 +20,10 @@ from workers.models.base import PreparedImage
 from workers.models.image.compilation import compile_parts, keep_compiled_in
 from workers.models.image.plan import ImagePlan
 from workers.models.image.vae import needs_fp32
+from workers.models.loading import folder_errors
 
 _TURING = (7, 5)
 """The first GPUs with INT8 matrix units."""
-_MAX_REASON_CHARS = 500
 _TEXT_PARTS = ("text_encoder", "tokenizer")
 _WITHOUT = {
     "StableDiffusionXL": {"text_encoder", "tokenizer"},
@@ -112,8 +112,9 @@ def _load_pipeline(
 
     Raises:
         ConfigurationError: the folder is not an image pipeline.
+        OutOfMemory: the device has too little memory.
     """
-    try:
+    with folder_errors(folder):
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
         _check_parts(folder, config)
@@ -125,12 +126,6 @@ def _load_pipeline(
         pipeline = kind.from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True, **without
         ).to(device)
-    except (ConfigurationError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        # The boundary with both libraries. Each invalid or missing part raises a different error.
-        reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
-        raise ConfigurationError(f"{folder}: {reason}", field="source") from error
     return pipeline, config
 
 
