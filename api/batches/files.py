@@ -22,7 +22,7 @@ import msgspec
 from api.batches.names import FILES, is_file_id, new_file_id, owner_of
 from api.errors import NotFound
 from api.inputs.storage import MAX_FILES, Storage, StorageQuota, StorageReservation
-from shared.errors import BadInput
+from shared.errors import BadInput, PenstockError
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
@@ -135,6 +135,7 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
+            PenstockError: the stored document is damaged.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -264,6 +265,8 @@ class BatchFiles:
             return _decoder.decode(await self._objects.get(key, _DOCUMENT_MAX_BYTES))
         except BadInput:
             return None
+        except ValueError as error:
+            raise PenstockError(f"{key} is damaged: {error}") from error
 
 
 class Upload:

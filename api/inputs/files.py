@@ -30,7 +30,7 @@ from api.inputs.storage import (
     StorageReservation,
     owner_of,
 )
-from shared.errors import BadInput
+from shared.errors import BadInput, PenstockError
 from shared.stores.objects import ObjectStore
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -179,15 +179,18 @@ class Files:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
+            PenstockError: the stored document is damaged.
         """
         unknown = NotFound(f"file {file_id[:80]!r} does not exist")
         if not _ID.fullmatch(file_id):
             raise unknown
+        key = f"{_place_of(tenant, file_id)}/file.json"
         try:
-            key = f"{_place_of(tenant, file_id)}/file.json"
             file = _decoder.decode(await self._objects.get(key, _METADATA_LIMIT_BYTES))
         except BadInput as error:
             raise unknown from error
+        except ValueError as error:
+            raise PenstockError(f"{key} is damaged: {error}") from error
         if file.tenant != tenant or file.expires_at_s <= time.time():
             raise unknown
         return file

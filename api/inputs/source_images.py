@@ -232,38 +232,49 @@ class SourceImages:
 
         Raises:
             BadInput: the URL is of a different kind, or its target does not exist.
+            Overloaded: too many images are waiting to be encoded.
+            DeadlineExceeded: the image was not encoded in time.
+            Unavailable: Redis or the object store is unreachable.
         """
         await caller.begin()
         if url.startswith("data:"):
-            data = await data_of_uri(url, field, field=field)
-            media_type = url[5:].partition(",")[0].partition(";")[0].lower()
-            return FetchedFile(data, media_type if is_media_type(media_type) else "", "")
+            return await _decode_data_uri(url, field)
         if self._uploads.has_id(url):
             return await self._load_upload(url, caller, field)
-        if not url.startswith(f"{caller.base_url}/"):
-            raise BadInput(f"{field}: {ACCEPTED}", field=field)
-        if len(url) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"{field}: must be at most {MAX_URL_CHARS} characters", field=field)
-        # The rest is a path and a query. It is split manually because urlsplit raises on `//[`.
-        path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
-        folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
-        if folder == "files" and self._uploads.has_id(name):
-            return await self._load_upload(name, caller, field)
-        try:
-            if folder == "files":
-                file = await self._files.find(caller.tenant, name)
-                return FetchedFile(await self._files.read(file), file.content_type, file.name)
-            if folder == "objects":
-                query = dict(parse_qsl(query_text))
-                self._url_signer.check(
-                    name, query["type"], int(query["expires"]), query["signature"]
-                )
-                data = await self._fetcher.fetch(name, query["type"], caller.deadline_s)
-                return FetchedFile(data, query["type"], "")
-        except (LinkInvalid, NotFound, BadInput, KeyError, ValueError) as error:
-            reason = getattr(error, "message", "not a link signed by this API")
-            raise BadInput(f"{field}: {reason}", field=field) from error
+        folder, name, query = _split_url(url, caller, field)
+        if folder == "files":
+            return await self._load_file(name, caller, field)
+        if folder == "objects":
+            return await self._load_link(name, query, caller, field)
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
+
+    async def _load_file(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
+        """Returns the file that one of this API's file URLs refers to."""
+        if self._uploads.has_id(file_id):
+            return await self._load_upload(file_id, caller, field)
+        try:
+            file = await self._files.find(caller.tenant, file_id)
+            return FetchedFile(await self._files.read(file), file.content_type, file.name)
+        except (NotFound, BadInput) as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+
+    async def _load_link(
+        self, key: str, query_text: str, caller: ImageCaller, field: str
+    ) -> FetchedFile:
+        """Returns the result that a signed link refers to."""
+        try:
+            query = dict(parse_qsl(query_text))
+            media_type = query["type"]
+            self._url_signer.check(key, media_type, int(query["expires"]), query["signature"])
+        except (KeyError, ValueError) as error:
+            raise BadInput(f"{field}: not a link signed by this API", field=field) from error
+        except LinkInvalid as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+        try:
+            data = await self._fetcher.fetch(key, media_type, caller.deadline_s)
+        except (NotFound, BadInput) as error:
+            raise BadInput(f"{field}: {error.message}", field=field) from error
+        return FetchedFile(data, media_type, "")
 
     async def _load_upload(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
         """Returns the file uploaded through OpenAI's API under this ID."""
@@ -301,3 +312,25 @@ class SourceImages:
 def is_elsewhere(url: str, caller: ImageCaller) -> bool:
     """Returns whether a URL points to a server other than this API's."""
     return url.startswith(("https://", "http://")) and not url.startswith(f"{caller.base_url}/")
+
+
+async def _decode_data_uri(uri: str, field: str) -> FetchedFile:
+    data = await data_of_uri(uri, field, field=field)
+    media_type = uri[len("data:") : uri.index(",")].partition(";")[0].lower()
+    return FetchedFile(data, media_type if is_media_type(media_type) else "", "")
+
+
+def _split_url(url: str, caller: ImageCaller, field: str) -> tuple[str, str, str]:
+    """Splits one of this API's URLs into folder, name, and query. Others have no folder.
+
+    Raises:
+        BadInput: the URL is too long.
+    """
+    if not url.startswith(f"{caller.base_url}/"):
+        return "", url, ""
+    if len(url) > MAX_URL_CHARS:  # it becomes part of the record
+        raise BadInput(f"{field}: must be at most {MAX_URL_CHARS} characters", field=field)
+    # It is split manually because urlsplit raises on `//[`.
+    path, _, query = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
+    folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
+    return folder, name, query

@@ -7,6 +7,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from shared.models.tasks.embedding import TextInput
@@ -140,6 +141,44 @@ async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTe
     assert (
         await api.http.get((await api.http.get(kept)).json()["urls"]["download"])
     ).content == png
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"files": {"content": b"x"}}, {"files": {"file": b"x"}, "data": {"purpose": "user_data"}}],
+    ids=["Replicate's file", "OpenAI's file"],
+)
+async def test_a_damaged_file_in_the_store_is_not_the_callers_fault(
+    api: ApiUnderTest, tmp_path: Path, form: dict[str, Any]
+) -> None:
+    sent = (await api.http.post("/v1/files", **form)).json()
+    (document,) = (tmp_path / "objects").rglob("file.json")
+    document.write_bytes(document.read_bytes()[:20])
+    wish = {"prompt": "a", "image": f"{api.url}/v1/files/{sent['id']}"}
+    async with httpx.AsyncClient(base_url=api.url) as client:  # the OpenAPI document lists no 500
+        answer = await client.post(
+            "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}
+        )
+    assert (answer.status_code, answer.json()["detail"]) == (500, "internal error; try again")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("signature=", "signature=0"), "the link's signature is invalid"),
+        (("signature=", "other="), "not a link signed by this API"),
+        (("expires=", "expires=x"), "not a link signed by this API"),
+    ],
+    ids=["changed", "no signature", "no time"],
+)
+async def test_links_to_results_must_be_signed(
+    api: ApiUnderTest, change: tuple[str, str], reason: str
+) -> None:
+    wish = {"prompt": "a", "image": (await url_of_image(api, "webp")).replace(*change)}
+    answer = await api.http.post(
+        "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}
+    )
+    assert (answer.status_code, answer.json()["detail"]) == (422, f"- input.image: {reason}")
 
 
 async def test_private_urls_are_not_fetched(api: ApiUnderTest) -> None:
