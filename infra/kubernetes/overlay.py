@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -313,22 +315,22 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
     groups = _chosen(catalog, deployment)
     gpu_types = read_gpu_types()
     placements = [place(group, deployment, gpu_types) for group in groups]
-    clear_folder(out)
-    document = inline_interfaces(models_file)
-    folders = []
-    for group, placement in zip(groups, placements, strict=True):
-        folders.append(f"worker-{slug(group.name)}")
-        entries = _entries_of(group, catalog, document)
-        _write_worker(out / folders[-1], group, entries, deployment, placement)
-    if not deployment.is_outside:
-        for gpu in dict.fromkeys(group.gpu for group in groups if group.gpu.type != "none"):
-            folders += write_gpu_class(out, gpu, deployment, gpu_types)
-        if deployment.hub_token:
-            folders.append(_write_hub_token(out / "hub-token", deployment))
-    if not deployment.is_outside and any(group.gpu.type != "none" for group in groups):
-        folders.append(_write_gpu_nodes(out / "gpu-nodes", deployment))
-    _write_cluster(out / "cluster", deployment, groups)
-    write_kustomization(out, ["cluster", *folders], patches=[])
+    with replace_folder(out) as folder:
+        document = inline_interfaces(models_file)
+        folders = []
+        for group, placement in zip(groups, placements, strict=True):
+            folders.append(f"worker-{slug(group.name)}")
+            entries = _entries_of(group, catalog, document)
+            _write_worker(folder / folders[-1], group, entries, deployment, placement)
+        if not deployment.is_outside:
+            for gpu in dict.fromkeys(group.gpu for group in groups if group.gpu.type != "none"):
+                folders += write_gpu_class(folder, gpu, deployment, gpu_types)
+            if deployment.hub_token:
+                folders.append(_write_hub_token(folder / "hub-token", deployment))
+        if not deployment.is_outside and any(group.gpu.type != "none" for group in groups):
+            folders.append(_write_gpu_nodes(folder / "gpu-nodes", deployment))
+        _write_cluster(folder / "cluster", deployment, groups)
+        write_kustomization(folder, ["cluster", *folders], patches=[])
 
 
 def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
@@ -400,8 +402,13 @@ def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
     return folder.name
 
 
-def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an overlay") -> None:
-    """Empties an overlay's folder, or creates it.
+@contextmanager
+def replace_folder(
+    out: Path, mark: str = "kustomization.yaml", kind: str = "an overlay"
+) -> Iterator[Path]:
+    """Yields an empty folder, which replaces an overlay's folder unless the block fails.
+
+    It has the same parent, so that relative paths stay valid.
 
     Args:
         mark: file that every folder of this kind contains.
@@ -410,11 +417,18 @@ def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an ov
     Raises:
         ConfigurationError: the folder contains something else.
     """
-    if out.exists() and any(out.iterdir()):
-        if not (out / mark).is_file():
-            raise ConfigurationError(f"{out} contains something other than {kind}")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
+    if out.exists() and any(out.iterdir()) and not (out / mark).is_file():
+        raise ConfigurationError(f"{out} contains something other than {kind}")
+    out = out.resolve()
+    folder = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_configs(

@@ -28,7 +28,7 @@ from infra.kubernetes.kustomization import (
     write_kustomization,
     write_parts,
 )
-from infra.kubernetes.overlay import clear_folder, write_overlay
+from infra.kubernetes.overlay import replace_folder, write_overlay
 from infra.kubernetes.placement import time_slicing
 from infra.kubernetes.site import (
     BucketObjects,
@@ -440,26 +440,26 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     Raises:
         ConfigurationError: see `write_overlay`.
     """
-    clear_folder(out)
-    write_overlay(out / "workers", catalog, models_file, worker_deployment(site))
-    write_clients(out / "clients", site, models_file)
-    servers = server_patches(site)
-    for name, patch in servers.items():
-        write_server(out / name, name, site, patch)
-    write_network(out / "network", site)
-    folders = ["workers", "clients", *servers, "network"]
-    if site.ingress is not None:
-        write_ingress(out / "ingress", site.namespace, site.ingress)
-        folders.append("ingress")
-    if isinstance(site.objects, VolumeObjects):
-        claim = objects_claim(site.namespace, site.objects)
-        (out / "objects.yaml").write_text(dump_yaml(claim), encoding="utf-8")
-        folders.append("objects.yaml")
-    if site.autoscaling is not None:
-        write_scraping(out, site)
-    if site.time_slicing:
-        write_time_slicing(out, catalog)
-    write_kustomization(out, folders, patches=_patches_of_all(site))
+    with replace_folder(out) as folder:
+        write_overlay(folder / "workers", catalog, models_file, worker_deployment(site))
+        write_clients(folder / "clients", site, models_file)
+        servers = server_patches(site)
+        for name, patch in servers.items():
+            write_server(folder / name, name, site, patch)
+        write_network(folder / "network", site)
+        resources = ["workers", "clients", *servers, "network"]
+        if site.ingress is not None:
+            write_ingress(folder / "ingress", site.namespace, site.ingress)
+            resources.append("ingress")
+        if isinstance(site.objects, VolumeObjects):
+            claim = objects_claim(site.namespace, site.objects)
+            (folder / "objects.yaml").write_text(dump_yaml(claim), encoding="utf-8")
+            resources.append("objects.yaml")
+        if site.autoscaling is not None:
+            write_scraping(folder, site)
+        if site.time_slicing:
+            write_time_slicing(folder, catalog)
+        write_kustomization(folder, resources, patches=_patches_of_all(site))
 
 
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:

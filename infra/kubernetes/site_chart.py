@@ -28,7 +28,7 @@ import yaml
 from pydantic import BaseModel
 
 from infra.kubernetes.kustomization import TREE, dump_yaml
-from infra.kubernetes.overlay import clear_folder
+from infra.kubernetes.overlay import replace_folder
 from infra.kubernetes.self_hosted import REDIS_DATA_PERCENT, write_self_hosted, write_time_slicing
 from infra.kubernetes.site import KINDS, SelfHostedSite, site_schema
 from shared.errors import ConfigurationError
@@ -155,27 +155,27 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
     scaled = _render_objects(
         catalog, models_file, _OWN | {"broker": _RABBITMQ, "autoscaling": _AUTOSCALING}
     )
-    clear_folder(out, "Chart.yaml", "a chart")
-    (out / "templates").mkdir()
-    (out / "files").mkdir()
-    head = {
-        "apiVersion": "v2",
-        "name": "penstock",
-        "description": "Text, embedding, image and custom models behind an API, outside Google",
-        "type": "application",
-        "version": version,
-        "appVersion": version,
-    }
-    _write_yaml(out / "Chart.yaml", head)
-    _write_yaml(out / "values.yaml", default_values())
-    _write_json(out / "values.schema.json", site_schema())
-    _write_json(out / "files/defaults.json", _defaults_of_kinds())
-    write_time_slicing(out / "files", catalog)
-    helpers = (TREE / "site-chart/_site.tpl").read_text(encoding="utf-8")
-    helpers = helpers.replace("@PERCENT@", str(REDIS_DATA_PERCENT))
-    (out / "templates/_site.tpl").write_text(helpers, encoding="utf-8")
-    for name, condition, manifest in _parts(own, scaled):
-        _write_template(out, name, condition, manifest)
+    with replace_folder(out, "Chart.yaml", "a chart") as folder:
+        (folder / "templates").mkdir()
+        (folder / "files").mkdir()
+        head = {
+            "apiVersion": "v2",
+            "name": "penstock",
+            "description": "Text, embedding, image and custom models behind an API, outside Google",
+            "type": "application",
+            "version": version,
+            "appVersion": version,
+        }
+        _write_yaml(folder / "Chart.yaml", head)
+        _write_yaml(folder / "values.yaml", default_values())
+        _write_json(folder / "values.schema.json", site_schema())
+        _write_json(folder / "files/defaults.json", _defaults_of_kinds())
+        write_time_slicing(folder / "files", catalog)
+        helpers = (TREE / "site-chart/_site.tpl").read_text(encoding="utf-8")
+        helpers = helpers.replace("@PERCENT@", str(REDIS_DATA_PERCENT))
+        (folder / "templates/_site.tpl").write_text(helpers, encoding="utf-8")
+        for name, condition, manifest in _parts(own, scaled):
+            _write_template(folder, name, condition, manifest)
 
 
 def _render_objects(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Objects:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.self_hosted import write_self_hosted
 from infra.kubernetes.site import SelfHostedSite
 from shared.errors import ConfigurationError
+from shared.models.catalog import Catalog
 from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.manifests import DEPLOYMENT
 from tests.infra.deploy.sites import example
@@ -58,6 +60,35 @@ def test_each_worker_has_the_interface_of_its_model(models_file: Path, tmp_path:
     for model in catalog.models:
         mounted = tmp_path / "out" / f"worker-{model.name}" / "models.yaml"
         assert read_catalog(mounted).models == (model,)
+
+
+def write_self_hosted_example(out: Path, catalog: Catalog, models_file: Path) -> None:
+    write_self_hosted(out, SelfHostedSite.model_validate(example()), catalog, models_file)
+
+
+def write_for_google(out: Path, catalog: Catalog, models_file: Path) -> None:
+    write_overlay(out, catalog, models_file, DEPLOYMENT)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("write", [write_for_google, write_self_hosted_example])
+def test_a_failing_run_leaves_the_earlier_overlay(
+    models_file: Path, tmp_path: Path, write: Callable[[Path, Catalog, Path], None]
+) -> None:
+    catalog, out = read_catalog(models_file), tmp_path / "parent/out"
+    write(out, catalog, models_file)
+    earlier, interface = contents(out.parent), (models_file.parent / "caller.json").read_text()
+    (models_file.parent / "caller.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"caller\.json"):
+        write(out, catalog, models_file)
+    assert contents(out.parent) == earlier
+    (models_file.parent / "caller.json").write_text(interface)
+    (out / "old.yaml").touch()
+    write(out, catalog, models_file)
+    assert contents(out.parent) == earlier
 
 
 def test_self_hosted_clients_have_all_interfaces(models_file: Path, tmp_path: Path) -> None:
