@@ -308,8 +308,9 @@ def _without_files(
         raise BadInput(
             f"--inputs {path}: {at[0]}: a file must be written as @PATH", field=str(at[0])
         )
-    file = path.parent / value.removeprefix("@")
-    files.append(PreparedFile(at, file.name, read_file(str(at[0]), file)))
+    file = Path(value.removeprefix("@"))
+    data = read_file(f"--inputs {path}: {at[0]}", file, path.parent)
+    files.append(PreparedFile(at, file.name, data))
     return None
 
 

@@ -181,7 +181,7 @@ def read_assignments(
             else:
                 values[name] = None
             path = Path(text.removeprefix("@"))
-            blobs.append(read_file(name, path))
+            blobs.append(read_file(f"-i {name}", path))
             files.append({"at": at, "name": path.name})
         elif is_list and not text.startswith("["):
             value = text if element.get("type") == "string" else _from_json(name, text)
@@ -191,16 +191,21 @@ def read_assignments(
     return values, files, blobs
 
 
-def read_file(name: str, path: Path) -> bytes:
+def read_file(label: str, path: Path, folder: Path = Path()) -> bytes:
     """Returns the bytes of a file passed for an input.
 
+    Args:
+        label: where the path was passed, for the error message.
+        folder: folder that the path is relative to.
+
     Raises:
-        BadInput: the file can't be read. The message names the input.
+        BadInput: the file can't be read.
     """
     try:
-        return path.expanduser().read_bytes()
-    except OSError as error:
-        raise BadInput(f"-i {name}: {path}: {error.strerror}") from error
+        return (folder / path.expanduser()).read_bytes()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, or a null character
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{label}: {folder / path}: {reason}") from error
 
 
 def _from_json(name: str, text: str) -> Any:

@@ -157,9 +157,12 @@ def test_a_failure_names_the_input_and_shows_the_traceback(tmp_path: Path) -> No
         ((), None, "image: must be a file; set it with -i image=@PATH"),
         (("text=a",), None, "image: is required; set it with -i image=VALUE"),
         (("size=1",), None, "must be NAME=VALUE, where NAME is one of the inputs: image, text"),
-        (("image=@none.png",), None, "none.png: No such file"),
+        (("image=@none.png",), None, "-i image: none.png: No such file or directory"),
+        (("image=@~nobody!/a",), None, "-i image: ~nobody!/a: Could not determine home directory."),
         ((), {"image": "none.png"}, "image: a file must be written as @PATH"),
-        ((), {"image": "@none.png"}, "none.png: No such file"),
+        ((), {"image": "@none.png"}, "image: {folder}/none.png: No such file or directory"),
+        ((), {"image": "@~nobody!/a"}, "image: {folder}/~nobody!/a: Could not determine home"),
+        ((), {"image": "@a\0"}, "image: {folder}/a\0: embedded null byte"),
         ((), {"size": 1}, "size is not an input; use one of image, text"),
         ((), [1], "each line must be a JSON object of inputs"),
     ],
@@ -185,7 +188,8 @@ def test_inputs_that_are_wrong_are_refused(
     )
     with pytest.raises(BadInput) as refused:
         read_inputs(interface, assignments, lines)
-    assert reason in refused.value.message
+    source = "" if lines is None or not reason.startswith("image: ") else f"--inputs {lines}: "
+    assert source + reason.format(folder=tmp_path) in refused.value.message
 
 
 def test_files_in_lists_are_read(tmp_path: Path) -> None:
