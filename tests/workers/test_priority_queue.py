@@ -5,6 +5,7 @@ An item that kills its model process is eventually abandoned, and every other it
 
 from __future__ import annotations
 
+from itertools import combinations
 from math import ceil, log2
 
 import pytest
@@ -252,16 +253,18 @@ def test_every_poison_is_given_up_and_nobody_else(data: st.DataObject, size: int
     assert trial.runs <= 2 * trial.deaths + 1
 
 
-@given(data=st.data(), size=st.integers(1, 40), killed_run=st.integers(1, 12))
-def test_a_kill_by_another_hand_costs_no_other_item_its_answer(
-    data: st.DataObject, size: int, killed_run: int
-) -> None:
-    poisons = data.draw(st.sets(st.integers(0, size - 1), max_size=min(2, size)))
-    trial = Trial(size, poisons, {killed_run})
-    trial.run_all()
-    assert sorted(trial.given_up) == sorted(poisons)
-    assert sorted(trial.answered) == sorted(set(range(size)) - poisons)
-    assert trial.deaths <= len(poisons) * deaths_at_most(size) + 1
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_kill_by_another_hand_costs_no_other_item_its_answer(size: int) -> None:
+    for count in range(3):
+        for poisons in map(set, combinations(range(size), count)):
+            undisturbed = Trial(size, poisons, set())
+            undisturbed.run_all()
+            for killed_run in range(1, undisturbed.runs + 1):
+                trial = Trial(size, poisons, {killed_run})
+                trial.run_all()
+                assert sorted(trial.given_up) == sorted(poisons)
+                assert sorted(trial.answered) == sorted(set(range(size)) - poisons)
+                assert trial.deaths <= len(poisons) * deaths_at_most(size) + 1
 
 
 @pytest.mark.parametrize("size", [2, 16, 33])
