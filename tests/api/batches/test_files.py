@@ -19,7 +19,7 @@ from api.inputs import storage
 from shared.stores.objects import ObjectStore
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, key_for, keys_url
-from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -312,12 +312,10 @@ async def test_upload_that_breaks_off_leaves_no_file(api: ApiUnderTest, tmp_path
     writer.write(f"{head}content-length: 9000000\r\n\r\n".encode() + PURPOSE + FILE)
     writer.write(LINE * (4_000_000 // len(LINE)))
     await writer.drain()
+    await until(lambda: _open_bodies(api) > 0)
     writer.close()
     await writer.wait_closed()
-    await api.http.get("/v1/files")
-    async with asyncio.timeout(WAIT_LIMIT_S):
-        while api.app.state.dependencies and _open_bodies(api):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not _open_bodies(api))
     assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
 
 
