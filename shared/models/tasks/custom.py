@@ -297,12 +297,10 @@ class CustomResult(TaskResult, tag="custom"):
         If a packed output's data is stored elsewhere, the output is a URL.
         """
         if self.is_packed:
-            key = self.files[0].object_key
-            return (
-                self.unpack().to_output(media_type, link_to)
-                if key is None
-                else link_to(key, JSON_TYPE)
-            )
+            if (key := self.files[0].object_key) is not None:
+                return link_to(key, JSON_TYPE)
+            assert self.files[0].data is not None, "has neither data nor a key; this is a bug"
+            return self.unpack().to_output(media_type, link_to)
         if not self.files:
             return self.output
         uris = [_format_uri(file, link_to) for file in self.files]
