@@ -182,8 +182,8 @@ class DiskUse:
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
         """Device and inode of each file that it was seen writing elsewhere, by path."""
-        self._before_bytes, _ = self._below_scratch(set())
-        self._bytes = self._entries = 0
+        self._before_bytes, self._entries, _ = self._walk_scratch(set())
+        self._bytes = 0
         self._first_bytes: int | None = None
         self._counted_s = self._took_s = 0.0
         self._turn = threading.Lock()
@@ -223,7 +223,7 @@ class DiskUse:
             began_s = time.monotonic()
             self._free_bytes, self._free_files = _free_room(self._scratch)
             seen: set[tuple[int, int]] = set()
-            size_bytes, reason = self._below_scratch(seen)
+            size_bytes, self._entries, reason = self._walk_scratch(seen)
             size_bytes += sum(self._open_bytes(pid, seen) for pid in family)
             size_bytes += self._outside_bytes(seen)
             self._bytes = size_bytes - self._before_bytes
@@ -255,19 +255,17 @@ class DiskUse:
         first_bytes = self._first_bytes or 0
         return self._bytes - first_bytes > (self.limit_bytes - first_bytes) / 2
 
-    def _below_scratch(self, seen: set[tuple[int, int]]) -> tuple[int, str]:
-        waiting, size_bytes = [str(self._scratch)], 0
-        self._entries = 0
+    def _walk_scratch(self, seen: set[tuple[int, int]]) -> tuple[int, int, str]:
+        """Returns the scratch folder's bytes and number of entries, and why it stopped early."""
+        waiting, size_bytes, entries = [str(self._scratch)], 0, 0
         while waiting:
             try:
                 with os.scandir(waiting.pop()) as folder:
                     for entry in folder:
-                        self._entries += 1
-                        if self._entries > MAX_ENTRIES:
-                            return (
-                                size_bytes,
-                                f"it has more than the maximum of {MAX_ENTRIES} files",
-                            )
+                        entries += 1
+                        if entries > MAX_ENTRIES:
+                            reason = f"it has more than the maximum of {MAX_ENTRIES} files"
+                            return size_bytes, entries, reason
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
                             size_bytes += _count_bytes(status, seen)
@@ -276,8 +274,8 @@ class DiskUse:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # it has since been removed
             except OSError as error:
-                return size_bytes, f"it has an unreadable folder: {error.strerror}"
-        return size_bytes, ""
+                return size_bytes, entries, f"it has an unreadable folder: {error.strerror}"
+        return size_bytes, entries, ""
 
     def _open_bytes(self, pid: int, seen: set[tuple[int, int]]) -> int:
         """Returns the size of uncounted files that a process has open for writing."""

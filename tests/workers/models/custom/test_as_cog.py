@@ -64,6 +64,9 @@ class Point:
 class Color(enum.Enum):
     RED = "red"
 
+class Size(int, enum.Enum):
+    SMALL = 1
+
 def deep(levels):
     value = 1
     for _ in range(levels):
@@ -90,6 +93,7 @@ VALUES = {
     "dataclass": lambda: Point(1, [Point(2, [])]),
     "enumeration": lambda: {"color": Color.RED},
     "keys that are no texts": lambda: {1: "a", 1.5: "b", True: "c", None: "d"},
+    "keys that are members": lambda: {Size.SMALL: "a"},
     "time": lambda: [datetime.datetime(2026, 1, 2, 3, 4, 5)],
     "generator in an object": lambda: {"all": (one for one in [1, 2])},
     "ordered object": lambda: collections.OrderedDict(b=1, a=2),
@@ -131,6 +135,7 @@ PASSED = (
     "dataclass",
     "enumeration",
     "keys that are no texts",
+    "keys that are members",
     "time",
     "generator in an object",
     "ordered object",

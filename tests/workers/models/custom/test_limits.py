@@ -154,6 +154,20 @@ def test_many_new_files_are_counted_at_once(scratch: Path, monkeypatch: pytest.M
     assert disk.has_lost_much()
 
 
+def test_files_from_before_the_start_count(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ENTRIES", 1000)
+    for number in range(600):
+        (scratch / str(number)).touch()
+    disk = DiskUse(scratch, 4 * MIB)
+    if not os.statvfs(scratch).f_favail:
+        pytest.skip("this file system does not count free files")
+    assert not disk.has_lost_much()
+    for number in range(600, 1050):
+        (scratch / str(number)).touch()
+    assert disk.has_lost_much()
+    assert disk.count(set()) == "it has more than the maximum of 1000 files"
+
+
 def test_files_are_bounded_by_their_number(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ENTRIES", 8)
     disk = DiskUse(scratch, 4 * MIB)

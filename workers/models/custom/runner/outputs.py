@@ -210,10 +210,8 @@ def _write_key(name: Any, at: Place) -> str:
     """Returns a field's name. Numeric names are written the way JSON writes numbers."""
     if isinstance(name, str):
         return _check_text(name, at)
-    if name is None or isinstance(name, bool):
-        return {None: "null", True: "true", False: "false"}[name]
-    if isinstance(name, int | float):
-        return str(_check_number(name, at))
+    if name is None or isinstance(name, bool | int | float):
+        return json.dumps(_check_number(name, at))
     raise WrongOutput(f"{_name_place(at)}: {_describe(name)} can't be a field name in JSON")
 
 
