@@ -43,7 +43,8 @@ class RedisServer(Process):
     """A Redis on 127.0.0.1. `start` returns once it responds. The port survives restarts.
 
     Args:
-        port: 0 picks a free port. socket_path: a Unix socket to listen on as well.
+        port: 0 picks a free port.
+        socket_path: a Unix socket to listen on as well.
         persist: True to append every write to a file. Otherwise, the data is lost when Redis stops.
     """
 

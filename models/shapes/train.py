@@ -211,7 +211,8 @@ class Latents:
     """Scenes with their latents in memory.
 
     Args:
-        scenes: content of the images. mean, std: of each image's latents, [scenes, latents, 8, 8].
+        scenes: content of the images.
+        mean, std: of each image's latents, [scenes, latents, 8, 8].
     """
 
     def __init__(self, scenes: Sequence[Scene], mean: torch.Tensor, std: torch.Tensor) -> None:

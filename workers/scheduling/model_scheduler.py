@@ -62,12 +62,12 @@ class ModelScheduler:
     of the time:
 
     1. Due: the model's oldest job has waited for `switch_wait_s`, and the model has not been served
-    for that long.
+       for that long.
     2. Urgent: a job's deadline would otherwise pass, and can still be met. This makes a model due
-    early, but at most once per wait at URGENT_SHARE. Otherwise, urgent callers could keep a worker
-    doing nothing but switching. 3. Worthwhile: no resident model has jobs, and the other jobs'
-    total waiting time since then has reached the load time. From then on, waiting costs more than
-    the switch.
+       early, but at most once per wait at URGENT_SHARE. Otherwise, urgent callers could keep a
+       worker doing nothing but switching.
+    3. Worthwhile: no resident model has jobs, and the other jobs' total waiting time since then has
+       reached the load time. From then on, waiting costs more than the switch.
 
     The bound: due models run first, in the order in which they became due, whether or not they are
     resident. A model that was served becomes due again only after a wait, so it queues behind all

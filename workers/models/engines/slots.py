@@ -40,8 +40,8 @@ class EngineSlots:
         Returns the slot, and how many of `ids` it has already read.
 
         Args:
-            owner: the generation's owner. If empty, nothing is shared. ids: the generation's first
-                tokens.
+            owner: the generation's owner. If empty, nothing is shared.
+            ids: the generation's first tokens.
         """
         free = [slot for slot in self._slots if not slot.is_busy]
         own = [slot for slot in free if owner and slot.owner == owner]

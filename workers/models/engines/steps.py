@@ -72,8 +72,8 @@ class EngineSteps:
 
     Args:
         room: room for the model in this process.
-        memory_bytes: the engine's resident memory. on_message: called with the items' results, but
-            never during a call to one of these methods.
+        memory_bytes: the engine's resident memory.
+        on_message: called with the items' results, but never during a call to one of these methods.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: the template, as in chat_template.jinja. tokens: the texts of the tokens that
-            templates refer to, such as `bos_token`.
+        source: the template, as in chat_template.jinja.
+        tokens: the texts of the tokens that templates refer to, such as `bos_token`.
 
     Raises:
         ValueError: the source is not a valid template.
@@ -78,8 +78,8 @@ class ChatTemplate:
         """Returns the prompt for the assistant's next message.
 
         Args:
-            options: other variables for the template. is_open: True if the assistant continues the
-                last message.
+            options: other variables for the template.
+            is_open: True if the assistant continues the last message.
 
         Raises:
             ValueError: the template rejects the messages, fails, or does too much work.

@@ -63,7 +63,8 @@ def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedP
 
     Args:
         logits: float32 [vocabulary].
-        written: the text's tokens so far. prompt: the prompt's tokens, each once.
+        written: the text's tokens so far.
+        prompt: the prompt's tokens, each once.
     """
     repeats = item.repetition_penalty != 1
     penalizes = bool(written) and bool(item.frequency_penalty or item.presence_penalty)

@@ -71,8 +71,8 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     """Compiles the denoiser, VAE encoder and VAE decoder.
 
     Args:
-        denoiser: takes all inputs by keyword, the way the hub passes them. vae: a diffusers VAE,
-            which from now on processes images one at a time.
+        denoiser: takes all inputs by keyword, the way the hub passes them.
+        vae: a diffusers VAE, which from now on processes images one at a time.
         shapes: number of shapes used with each part during warm-up.
     """
     # Each new shape requires a recompilation. Dynamo's limit applies to all models in the process.

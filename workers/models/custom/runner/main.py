@@ -446,8 +446,8 @@ class SyncRunner:
         """Runs predictions and sends the response, or the failure if the class raises an exception.
 
         Args:
-            answer: runs them and returns the response's frames. failure: returns the frame for an
-                error.
+            answer: runs them and returns the response's frames.
+            failure: returns the frame for an error.
         """
         self._is_canceled = False
         try:
