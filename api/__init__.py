@@ -1,4 +1,4 @@
 """The HTTPS API.
 
-It is stateless, contains no model libraries, publishes jobs and waits for replies.
+It is stateless and contains no model libraries; it publishes jobs and waits for replies.
 """

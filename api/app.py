@@ -76,7 +76,7 @@ def create_app(
         transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives the rows that the API writes. Not yet open.
-        spent: adds up spending. If None, spending comes from the rows in BigQuery.
+        spent: adds up spending. If None, spending is read from the rows in BigQuery.
 
     Raises:
         ConfigurationError: the API keys or the object store's URL are invalid, or API keys are
@@ -176,7 +176,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
 
 
 def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, because its format is not used here."""
+    """Removes the 422 response that FastAPI adds for parameters; its format is not used here."""
     content = responses.get("422", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if schema.get("$ref", "").endswith("/HTTPValidationError"):

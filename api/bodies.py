@@ -5,7 +5,7 @@ encode to JSON without intermediate Python objects. The fields follow OpenAI's A
 (https://platform.openai.com/docs/api-reference). Extensions are marked.
 
 The number and depth of values are checked before JSON from callers is parsed. Parsing blocks the
-event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, and 18 MB of
+event loop, and pydantic reports every single error: 15 MB of invalid numbers took 5 s, and 18 MB of
 unknown fields took 1.7 s.
 """
 
@@ -39,7 +39,7 @@ EndUser = Annotated[str, Field(max_length=128)]
 CacheKey = Annotated[str, Field(max_length=64)]
 """OpenAI's limit for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
-"""An option that takes one of a few words. Unknown words are accepted."""
+"""An option whose value is one of a few words. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
 """The ID of a response, a response part, or a call. OpenAI's IDs are shorter."""
 Options = Annotated[dict[str, Any], AfterValidator(check_short)]
@@ -73,7 +73,7 @@ text.
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
 """Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
 GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
-"""How much of the contrast added by guidance to remove."""
+"""How much of the contrast that guidance adds should be removed."""
 
 MAX_VALUES = 300_000
 """Maximum number of numbers and strings in one body. OpenAI's API accepts that many token IDs."""
@@ -154,7 +154,7 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
         _check_depth(value)
-    # A lone surrogate is neither text nor JSON (RFC 8259, section 8.2).
+    # A lone surrogate is neither valid text nor valid JSON (RFC 8259, section 8.2).
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:

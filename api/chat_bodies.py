@@ -123,7 +123,9 @@ def select_allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None)
 def select_forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """Returns the tools, one of which the model must call. None if it may respond without a call.
+    """Returns the tools, one of which the model must call.
+
+    None if the model may respond without a call.
 
     Raises:
         ValueError: the chosen tool does not exist.
@@ -418,7 +420,10 @@ class ChatBody(_SampledBody):
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
-        """The tools, one of which the model must call. Empty if it may respond without a call."""
+        """The tools, one of which the model must call.
+
+        Empty if the model may respond without a call.
+        """
         return select_forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")

@@ -94,7 +94,7 @@ async def open_dependencies(
         transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool provides one. Not yet open.
         rows: receives the rows that the API writes. Not yet open.
-        spent: adds up spending. If None, spending comes from the rows in BigQuery.
+        spent: adds up spending. If None, spending is read from the rows in BigQuery.
 
     Raises:
         Unavailable: the broker is unreachable, or no inbox is free.

@@ -1,19 +1,20 @@
 """A weighted capacity limiter: tenants share a bounded number of items by weight.
 
-It uses no clock and does no I/O. The first of these three rules that applies decides:
+It uses no clock and does no I/O. The first of these three rules that applies decides whether a
+tenant is admitted:
 
 - While more capacity than the reserve is left, any tenant is admitted, so idle capacity gets used.
 - Within the bound, a tenant below its fair share is admitted. The share is its weight divided by
   the total weight of all tenants with items here. A tenant with no competitors gets all of the
   capacity.
-- Beyond the bound, a tenant is admitted up to its guaranteed part, which is its share of the
-  reserve but at least one item. A small tenant is therefore admitted while others fill their
-  shares, even if one of their requests was larger than the remaining capacity.
+- Beyond the bound, a tenant is admitted up to its guaranteed minimum: its share of the reserve, or
+  one item if that is larger. A small tenant is therefore admitted while others fill their shares,
+  even if one of their requests was larger than the remaining capacity.
 
 A request is admitted with all of its items as soon as one fits. Otherwise, large requests would
-never be admitted alongside small ones. Only the guaranteed part counts items exactly. The state has
-one entry per tenant with items here, and there are at most MAX_OVER times the bound, plus one
-request.
+never be admitted alongside small ones. Items are counted exactly only for the guaranteed minimum.
+The state has one entry per tenant with items here, and the number of items is at most MAX_OVER
+times the bound, plus one request.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ RESERVE = 0.125
 """The part of the capacity that only tenants below their fair share may fill.
 
 Items leave at the workers' rate, so the reserve is the number of items that other tenants can send
-at once, before any leaves. An eighth of 512 items is 64 requests with one text each. A larger
-reserve would take capacity from a tenant whose neighbors send little.
+at once, before any of them leaves. An eighth of 512 items is 64 requests with one text each. A
+larger reserve would take capacity from a tenant whose neighbors send little.
 """
 MAX_OVER = 2
 """Beyond MAX_OVER times the bound, no tenant is admitted.

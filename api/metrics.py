@@ -1,8 +1,8 @@
 """The API's Prometheus metrics, and the port that serves all of the process's metrics.
 
-Callers must not be able to reach that port, because models, load, and errors are for operators.
-Serving it as a path on the public port would not be safe, because a rule that denies a path can be
-bypassed by spelling the path differently.
+Callers must not be able to reach that port, because details about models, load, and errors are for
+operators only. Serving it as a path on the public port would not be safe, because a rule that
+denies a path can be bypassed by spelling the path differently.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class ErrorRoute(APIRoute):
         raise NotImplementedError
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Returns the handler, with errors mapped to responses."""
+        """Returns the handler, wrapped so that errors are mapped to responses."""
         handle = super().get_route_handler()
 
         async def handle_errors(request: Request) -> Response:
@@ -95,7 +95,7 @@ class ProblemRoute(ErrorRoute):
 
 @contextmanager
 def errors_in_input() -> Iterator[None]:
-    """Maps errors raised in the block to fields of `input`."""
+    """Maps errors raised in the block to the matching fields of `input`."""
     try:
         yield
     except ValidationError as error:

@@ -33,12 +33,12 @@ CHUNK_FRAME_BYTES = 24
 """Overhead allowed per body chunk. Longer chunk extensions and trailers count as part of the head.
 """
 MAX_PIPELINED = 16
-"""Maximum number of requests waiting for the current one.
+"""Maximum number of pipelined requests waiting for the current one to finish.
 
 A single read may contain ten thousand requests.
 """
 UNREAD_LIMIT_S = 60
-"""How long to wait before closing a connection whose peer reads nothing."""
+"""How long to wait before closing a connection whose peer isn't reading."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
 """Maximum total memory for unread responses."""
 RESERVED_FILES = 128
@@ -56,8 +56,8 @@ DRAIN_S = 4
 Cloud Run kills the process after 10 s, and storing rows takes up to 5 s.
 """
 KEEP_ALIVE_S = 620
-"""Longer than the 600 s used by Google's load balancer. Otherwise, the load balancer might reuse a
-connection that was just closed.
+"""Longer than the 600 s that Google's load balancer uses. Otherwise, the load balancer might reuse
+a connection that was just closed.
 """
 
 TLS_CIPHERS = (
@@ -92,7 +92,10 @@ class BoundedHttp(HttpToolsProtocol):
         """True if the current head offers an upgrade to another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Counts the connection. If there are too many, closes the longest-idle one."""
+        """Counts the connection.
+
+        If there are too many idle connections, closes the one that has been idle longest.
+        """
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if (
@@ -126,7 +129,7 @@ class BoundedHttp(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Called when the caller reads more slowly than the response is written.
 
-        The rest is buffered up to a limit.
+        The rest of the response is buffered, up to a limit.
         """
         super().pause_writing()
         self.unread[self] = self.transport.get_write_buffer_size()
@@ -140,7 +143,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parses received bytes and limits the bytes outside of bodies."""
+        """Parses received bytes, and limits how many of them may be outside bodies."""
         self._unset_keepalive_if_required()
         self._beside_bytes += len(data)
         self._parse(data)
@@ -157,7 +160,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Called at the end of the head.
 
-        Starts the request unless the head is too large or the pipeline is full.
+        Starts the request, unless the head is too large or too many requests are pipelined.
         """
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
@@ -214,8 +217,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Feeds received bytes to the parser.
 
         Offers to switch to another protocol (RFC 9110, 7.8) are ignored, because Java's client
-        offers h2c with every request. httptools treats such a request as if it had no body, and its
-        body as the next request, so the head is fed again, without the offer, to a new parser.
+        offers h2c with every request. httptools treats such a request as having no body and treats
+        its body as the next request, so the head, without the offer, is fed to a new parser.
         """
         head = b""
         while True:
@@ -241,9 +244,9 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Returns why the Host header is rejected (RFC 9112, 3.2).
+        """Returns the reason for rejecting the Host header (RFC 9112, 3.2).
 
-        Empty if it is accepted.
+        Empty if the header is accepted.
         """
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
@@ -375,7 +378,8 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(TLS_CIPHERS)
     try:
-        # The password is empty; otherwise, an encrypted key would prompt for one on the terminal.
+        # The password is empty, because otherwise an encrypted key would cause a prompt on the
+        # terminal.
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(

@@ -6,7 +6,7 @@
             answer = await http.post("/v1/embeddings", json={...})
 
 Routes, checks, limits, deadlines, and errors are the same as in production. Checks that uvicorn
-makes before the app (limits on request heads and slow bodies) are not included. Without
+makes before it calls the app (limits on request heads and slow bodies) are not included. Without
 `redis_url`, the API behaves as if Redis were unreachable: predictions and streams are rejected.
 Something must process the jobs, such as workers/testing.py.
 """
@@ -49,12 +49,11 @@ async def running_api(
     """Runs an API for the duration of the block.
 
     Args:
-        broker: shared with the workers. The API creates its inbox there.
+        broker: the broker shared with the workers. The API creates its inbox there.
         flows: flows that use these models, created by `shared.models.catalog.flow_of`.
-        redis_url: URL of the Redis server for records, limits, streams, and results, if there is
-            one.
-        objects_url: URL of the store for large results. Workers must use the same store.
-        settings: ApiSettings fields by name. All others come from the environment.
+        redis_url: URL of the Redis server for records, limits, streams, and results, if any.
+        objects_url: URL of the store for large results. Workers must use the same object store.
+        settings: fields of ApiSettings, by name. All others come from the environment.
 
     Raises:
         ConfigurationError: a setting is invalid.

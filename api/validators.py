@@ -58,7 +58,7 @@ def check_scale(value: int) -> int:
 
 
 def resolve_scheduler(name: str) -> str:
-    """Returns our name for a scheduler, which may be given by its Replicate or diffusers name."""
+    """Returns our name for a scheduler, given that name or its Replicate or diffusers name."""
     known = SCHEDULER_ALIASES.get(name, name)
     if known not in SCHEDULER_NAMES:
         raise ValueError(

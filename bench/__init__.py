@@ -1,4 +1,4 @@
-"""Benchmarks: what the pipeline adds to the cost of the model, on this machine.
+"""Benchmarks: how much the pipeline adds to the model's cost, on this machine.
 
 `python -m bench` lists them.
 """

@@ -1,4 +1,4 @@
-"""`python -m bench [NAME ...]`: lists the benchmarks, or runs some and stores the figures."""
+"""`python -m bench [NAME ...]`: lists the benchmarks, or runs some and stores the results."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ MODULES = {
     "row_outage": "row_outage",
     "reports": "reports",
 }
-"""Modules here whose `run()` returns an Outcome, by benchmark name."""
+"""Modules in this package whose `run()` returns an Outcome, by benchmark name."""
 PROGRAMS = ("peers", "gpu")
-"""Packages here that are programs with their own options, such as `python -m bench.peers`."""
+"""Subpackages that are programs with their own options, such as `python -m bench.peers`."""
 HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker", "generation_load"})
 """Benchmarks whose `run` accepts `quick`."""
 LINE_WIDTH, NAME_WIDTH = 100, 17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lists the benchmarks if none are named; otherwise runs the named ones.
+    """Lists the benchmarks if no names are given; otherwise, runs the named ones.
 
-    Returns 1 if one failed, or if `--check` was passed and a figure misses its limit.
+    Returns 1 if a benchmark failed, or if `--check` was passed and a metric exceeds its limit.
     """
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(

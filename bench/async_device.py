@@ -1,10 +1,10 @@
-"""A model process whose embedding model runs on a stand-in for an asynchronous device.
+"""A model process whose embedding model runs on a simulated asynchronous device.
 
     python -m bench.async_device CALL_S BATCHES [options of workers.runtime.server]
 
 Like a GPU, the device accepts calls immediately, computes them one after another, and doesn't need
-the interpreter. Unlike on a GPU, each call takes CALL_S seconds, and the vectors contain only ones.
-BATCHES: `one` or `two` at a time. Only benchmarks and tests start it; workers start
+the interpreter. Unlike on a GPU, each call takes CALL_S seconds, and the vectors contain all ones.
+BATCHES: `one` or `two` batches at a time. Only benchmarks and tests start it; workers start
 workers.runtime.server.
 """
 
@@ -33,7 +33,7 @@ class AsyncDevice:
         self._lock = threading.Lock()
 
     def queue(self) -> float:
-        """Queues a call. Returns when the call will be done, in monotonic seconds."""
+        """Queues a call. Returns the time when the call will be done, in monotonic seconds."""
         with self._lock:
             self._free_at_s = max(self._free_at_s, time.monotonic()) + self._call_s
             return self._free_at_s
@@ -61,7 +61,7 @@ class AsyncEncoder:
 
 
 def command(call_s: float, *, overlaps: bool) -> tuple[str, ...]:
-    """Returns the command of a model process for ModelPool."""
+    """Returns the command that starts a model process for ModelPool."""
     return sys.executable, "-m", __name__, str(call_s), "two" if overlaps else "one"
 
 

@@ -1,4 +1,4 @@
-"""A class with `predict_batch` in the whole stack, and the same class in one process.
+"""A class with `predict_batch`, run in the whole stack and in a single process.
 
 Like a device, the model takes 5 ms per item in a batch, during which its process sleeps. The
 measured CPU time is therefore the pipeline's own. Callers keep 128 predictions in flight, and the
@@ -114,7 +114,7 @@ def _predict(stack: Stack, count: int, word: str) -> LoadReport:
     """Requests predictions and waits for their results.
 
     Raises:
-        RuntimeError: one prediction did not succeed, or its output differs from the class's.
+        RuntimeError: a prediction did not succeed, or its output differs from the class's.
     """
     bodies = [
         msgspec.json.encode({"version": NAME, "input": {"text": f"{word} {number}"}}).decode()

@@ -1,9 +1,9 @@
-"""`python -m bench.distant_link PORT TARGET_PORT DELAY_MS JITTER CUT_EVERY_S`: a far TCP server.
+"""`python -m bench.distant_link PORT TARGET_PORT DELAY_MS JITTER CUT_EVERY_S`: a remote TCP server.
 
 Data in each direction is delayed by DELAY_MS. JITTER is the sigma of log-normal delays, whose
 median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are dropped along with the bytes in
-transit. A 0 for either one turns it off. Bytes keep their order, as in TCP. The proxy is a separate
-process and shares no interpreter with the measured programs.
+transit. A value of 0 turns either one off. Bytes stay in order, as in TCP. The proxy is a separate
+process, so it does not share an interpreter with the measured programs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from infra.local.process import Process, free_port, listens
 
 CHUNK_BYTES = 256 * 1024
 MAX_CHUNKS = 1024
-"""Maximum chunks in transit in one direction of a connection. At this limit, reading pauses."""
+"""Maximum number of chunks in transit in one direction of a connection. At this limit, reading
+pauses.
+"""
 PUBSUB_SIGMA = 0.44
-"""Sigma of the log-normal time from publish to receipt over Pub/Sub: ln(46.8 / 26.6) / 1.28.
+"""Sigma of the log-normal time from publish to receipt with Pub/Sub: ln(46.8 / 26.6) / 1.28.
 
 With Google's Go client and 100 messages/s, its 0.5, 0.9, and 0.99 quantiles are 26.6, 46.8, and
 470.7 ms (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to the 0.9
-quantile, they fit a log-normal distribution. The slowest hundredth is later than that, one message
+quantile, these fit a log-normal distribution. The slowest hundredth is later than that, one message
 at a time. This proxy can't reproduce that, because it would hold up a whole connection, which
 Pub/Sub does not do.
 """
@@ -47,10 +49,10 @@ def distant(
     """Yields the port of a proxy in front of `target_port` on this machine.
 
     Args:
-        delay_ms: delay in each direction. If it is 0 and nothing else is set, no proxy is used.
+        delay_ms: delay in each direction. If it is 0 and no other option is set, no proxy is used.
         log_dir: folder for the proxy's log.
         jitter: sigma of the log-normal delay. 0 means a constant delay.
-        cut_every_s: interval in seconds at which all connections are dropped. 0 means never.
+        cut_every_s: interval, in seconds, at which all connections are dropped. 0 means never.
     """
     if not delay_ms and not cut_every_s:
         yield target_port
@@ -66,7 +68,7 @@ def distant(
 async def delayed(
     source: asyncio.StreamReader, pause_s: Callable[[], float]
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces that `source` sends, each after its delay, in order, until the end.
+    """Yields the pieces that `source` sends, in order, each after its delay, until the end.
 
     Args:
         source: one direction of a connection.
@@ -133,7 +135,7 @@ def log_normal(median_s: float, sigma: float) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Parses the arguments and proxies until it is killed."""
+    """Parses the arguments and runs the proxy until it is killed."""
     port, target_port = map(int, sys.argv[1:3])
     delay_ms, jitter, cut_every_s = map(float, sys.argv[3:])
     uvloop.run(serve(port, target_port, log_normal(delay_ms / 1000, jitter), cut_every_s))

@@ -1,4 +1,4 @@
-"""The share of time that a model is busy, depending on the distance to the broker.
+"""The fraction of time that a model is busy, depending on the distance to the broker.
 
 A worker and its callers are behind a proxy (bench/far_worker.py). "As before" means a worker that
 holds two batches at any distance.
@@ -35,14 +35,14 @@ DELAYS_MS = (0, 5, 10, 25, 50, 100)
 QUICK_DELAYS_MS = (0, 25)
 LEAD_S, SECONDS = 5.0, 8.0
 KEPT = {5: 0.95, 10: 0.95, 25: 0.95, 50: 0.9, 100: 0.85}
-"""Minimum share of the zero-delay rate, by delay in ms (50 ms per batch)."""
+"""Minimum rate as a fraction of the zero-delay rate, by delay in ms (50 ms per batch)."""
 MIN_SLOW, MIN_FAST = 0.99, 0.9
 FAST_DELAY_MS = 25
 TWO_BATCHES = 2 * FULL
 USUAL = FarLoad("50 ms a batch, 1 item", 0.05, 1, 1000)
 FAST = FarLoad("5 ms a batch, 16 items", 0.005, JOB_ITEMS, 1000)
 LOADS = (USUAL, FarLoad("500 ms a batch, 1 item", 0.5, 1, 300), FAST)
-"""More jobs than a worker holds plus those in transit at the largest distance."""
+"""More jobs than a worker holds plus those in transit at the greatest distance."""
 QUICK_LOADS = (USUAL, FAST)
 ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),
@@ -54,7 +54,7 @@ WORK_REPEATED_S = 1.0
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures both brokers in about 20 minutes or, with `quick`, a subset in 6 minutes."""
+    """Measures both brokers in about 20 minutes, or a subset in 6 minutes with `quick`."""
     figures, details = list[Figure](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -72,7 +72,7 @@ def run(*, quick: bool = False) -> Outcome:
 
 
 OpenSite = Callable[[Link], AbstractContextManager[BrokerSite]]
-"""Opens a broker at the end of a link."""
+"""Opens a broker at the other end of a link."""
 
 
 class _Broker:

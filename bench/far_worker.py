@@ -1,7 +1,7 @@
 """One worker and its callers at a distance from their broker, each in a separate process.
 
-A real worker with a model that takes a fixed time per batch (bench/timed_worker.py), and callers
-that keep a number of jobs in flight, are both behind a proxy (bench/distant_link.py). Redis is
+A real worker, with a model that takes a fixed time per batch (bench/timed_worker.py), and callers
+that keep a number of jobs in flight are both behind a proxy (bench/distant_link.py). Redis is
 nearby. Because the model does no work, any slowdown is time spent waiting for the broker.
 """
 
@@ -34,16 +34,16 @@ Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
 START_LIMIT_S = 60.0
 SAMPLES = 10
-"""How many times per measurement the held messages are counted."""
+"""How many times per measurement to count the messages held."""
 
 
 @dataclass(frozen=True, slots=True)
 class FarLoad:
-    """A model's speed, and the load from its callers."""
+    """A model's speed and the load from its callers."""
 
     name: str
     batch_s: float
-    """Time for a batch of any size."""
+    """Time that a batch of any size takes."""
     job_items: int
     jobs: int
     """Jobs in flight."""
@@ -62,11 +62,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The measured results of one run."""
+    """The results of one run."""
 
     items_per_s: float
     busy: float
-    """Fraction of the time that the model was running, from 0 to 1."""
+    """Fraction of the time that the model was running (0 to 1)."""
     fill: float
     """Items per batch, as a fraction of the maximum."""
     p50_ms: float
@@ -92,18 +92,18 @@ class Killed:
     redelivered: int
     """Number of messages that the next worker received again."""
     redelivered_s: float
-    """The time it takes to compute these messages in full batches."""
+    """The time it takes to process these messages in full batches."""
     asked: int
-    """Total number of requests, each of which got a response."""
+    """Total number of requests, all of which got a response."""
     healed_s: float
-    """Time from the kill to the last response among the jobs in flight."""
+    """Time from the kill to the last response for a job in flight."""
 
 
 @contextmanager
 def far_site(
     broker: Broker, address: str, redis_url: str, link: Link, folder: Path
 ) -> Iterator[BrokerSite]:
-    """Yields the broker at the far end of a link.
+    """Yields the broker at the other end of a link.
 
     `address` is its endpoint (Pub/Sub) or URL (RabbitMQ).
     """
@@ -119,11 +119,11 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a separate process, which this context manager starts and stops.
+    """A worker in a separate process that this context manager starts and stops.
 
     Args:
-        hand: how many messages of each priority it holds. 0 means the usual number.
-        rows_dir: the folder to which it writes rows. If empty, no rows are written.
+        hand: how many messages of each priority the worker holds. 0 means the usual number.
+        rows_dir: the folder to which the worker writes rows. If empty, no rows are written.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class _Calling:
                 return
 
     async def finish(self, limit_s: float) -> None:
-        """Stops sending requests, and waits for the last responses.
+        """Stops sending requests, and waits for the remaining responses.
 
         Raises:
             TimeoutError: some responses did not arrive.
@@ -269,7 +269,7 @@ def measure(
     hand: int = 0,
     rows_dir: str = "",
 ) -> Seen:
-    """Runs one worker for `lead_s` and `seconds`. For `hand` and `rows_dir`, see WorkerProcess."""
+    """Runs one worker for `lead_s` plus `seconds`. See WorkerProcess for `hand` and `rows_dir`."""
     project = provisioned(site)
     with WorkerProcess(site, project, load, hand, rows_dir) as worker:
         return uvloop.run(_measure(site, project, load, lead_s, seconds, worker))
@@ -311,7 +311,7 @@ async def _measure(
 def kill_with_full_hand(
     site: BrokerSite, load: FarLoad, *, lead_s: float, limit_s: float
 ) -> Killed:
-    """Kills a worker after `lead_s` of a load heavy enough to fill it. Another worker continues.
+    """Kills a worker after `lead_s` under a load heavy enough to fill it. Another worker continues.
 
     Raises:
         TimeoutError: some responses did not arrive within `limit_s`.
@@ -325,7 +325,7 @@ def kill_with_full_hand(
 
 
 async def _full_hand(worker: WorkerProcess, load: FarLoad, limit_s: float) -> WorkerCounts:
-    """Waits until a worker holds more than two batches.
+    """Waits until a worker holds more than two batches of messages.
 
     If the broker stalls, the worker stays empty.
     """

@@ -1,8 +1,8 @@
-"""Responses from the cache while images are being decoded, and edits whose deadline passes.
+"""Responses from the cache while images are being decoded, and edits whose deadlines pass.
 
-16 callers repeatedly send a 25-megapixel, 16-bit RGBA PNG. No image worker is running, because the
-edits request less than one step and are rejected as soon as the image is decoded. Quiet and busy
-periods are measured alternately on one API.
+16 callers repeatedly send a PNG file with 25 megapixels of 16-bit RGBA. No image worker is running,
+because the edits request less than one step and are therefore rejected as soon as the image is
+decoded. Quiet and busy periods are measured alternately on one API.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
 
 @contextmanager
 def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """Runs 16 callers while the block runs. Yields the responses' statuses."""
+    """Keeps 16 callers running while the block runs. Yields the responses' statuses."""
     stop, statuses = threading.Event(), list[int]()
 
     def call() -> None:
@@ -129,7 +129,7 @@ def _with_deadline(port: int, png: bytes) -> list[float]:
 
 @contextmanager
 def _memory(api: Part, peak: list[int]) -> Iterator[None]:
-    """Samples the memory of the API and its children. The maximum is stored in `peak`."""
+    """Samples the memory used by the API and its children. The maximum is stored in `peak`."""
     stop = threading.Event()
 
     def look() -> None:
@@ -150,7 +150,7 @@ def _memory(api: Part, peak: list[int]) -> Iterator[None]:
 
 
 def _png() -> bytes:
-    """Returns a 25-megapixel, 16-bit RGBA image of 194 kB."""
+    """Returns a 25-megapixel, 16-bit RGBA image whose file size is 194 kB."""
     row = b"\0" + bytes(8 * SIDE)
     deflate = zlib.compressobj()
     pixels = b"".join([*(deflate.compress(row) for _ in range(SIDE)), deflate.flush()])

@@ -1,9 +1,10 @@
 """CPU cost per item in a worker's I/O process, with an instantaneous model and one item per job.
 
 A worker with a model that does no work (bench/timed_worker.py) runs in a separate process, and
-callers in this one keep a number of jobs in flight. The broker and Redis are nearby. On two cores,
-these share what the worker leaves free, so the figure that counts is items per second of the
-worker's CPU time, because the worker has one core. Rows are written to disk, as in a real worker.
+callers in this process keep a number of jobs in flight. The broker and Redis are on the same
+machine. On two cores, these share what the worker leaves free, so the number that matters is items
+per second of the worker's CPU time, because the worker has one core. Rows are written to disk, as
+in a real worker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MIN_PER_S = 6000.0
 def run() -> Outcome:
     """Measures both with and without rows.
 
-    The best round counts, because other load can only add time.
+    The best round is reported, because other load can only add time.
     """
     figures, details = list[Figure](), dict[str, Any]()
     for name, has_rows in (("without rows", False), ("with rows", True)):

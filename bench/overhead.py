@@ -1,4 +1,4 @@
-"""The pipeline's overhead: round trip minus model time, for short texts, by requests in flight."""
+"""The pipeline's overhead for short texts, by requests in flight: round trip minus model time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.report import Figure, Outcome
 
 REQUESTS = {1: 400, 8: 800, 32: 1600, 128: 2560}
 ROUNDS = 3
-"""The fastest round counts, because disturbances on a machine can only add time."""
+"""The fastest round is reported, because disturbances on a machine can only add time."""
 
 
 def run() -> Outcome:
@@ -34,7 +34,7 @@ def run() -> Outcome:
 
 
 def _split(report: LoadReport) -> dict[str, Any]:
-    """Returns the components of a round trip, from the response headers."""
+    """Returns the components of a round trip, taken from the response headers."""
     exchanges = report.exchanges
     return {
         "round_trip_ms": report.round_trip(),

@@ -1,9 +1,9 @@
 """Batches per second through a whole worker whose device computes asynchronously.
 
-The device takes 5 ms per batch, so it can compute 200 batches/s (bench/async_device.py). A worker
+The device takes 5 ms per batch, so it can process 200 batches/s (bench/async_device.py). A worker
 with a real model process, an embedded Pub/Sub, Redis, and callers keep the device supplied. *One at
 a time* sends a batch once the previous batch's results have been distributed, as on a CPU.
-*Overlapping* has two in flight.
+*Overlapping* keeps two in flight.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The measured pipeline: the `penstock up` stack, and the costs of its processes."""
+"""The measured pipeline: the `penstock up` stack and the costs of its processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from workers.models.source import resolve
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
 BROKER: Broker = "rabbitmq" if os.environ.get("BENCH_BROKER") == "rabbitmq" else "pubsub"
-"""The measured stack's broker. Defaults to the embedded Pub/Sub."""
+"""The measured stack's broker. Uses the embedded Pub/Sub by default."""
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
@@ -150,7 +150,7 @@ class Pipeline(Parts):
             time.sleep(POLL_S)
 
     def work(self) -> tuple[float, float]:
-        """Returns the number of tokens that the worker has computed, without and with padding."""
+        """Returns the number of tokens that the worker has processed, without and with padding."""
         values = {sample.name: sample.value for sample in samples_of(self.worker.port)}
         real, padded = (f"penstock_worker_{kind}_work_total" for kind in ("real", "padded"))
         return values[real], values[padded]
@@ -187,7 +187,7 @@ class Pipeline(Parts):
     @contextmanager
     def another_api(self) -> Iterator[Part]:
         port = free_port()
-        # The stack's own metrics port is taken.
+        # The stack already uses its own metrics port.
         variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
         with another(self.stack, "another-api", "api", port, variables) as part:
             yield part
@@ -240,4 +240,4 @@ def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bo
 
 
 def say_nothing(line: str) -> None:
-    """Prints nothing, because a benchmark prints only its figures."""
+    """Prints nothing, because a benchmark prints only its results."""

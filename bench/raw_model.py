@@ -25,7 +25,7 @@ from workers.models.backend import Backend
 from workers.models.embedding.model import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
-"""Ways to batch sorted texts: by count, by padded tokens, or for minimum cost."""
+"""Ways of batching sorted texts: by count, by padded tokens, or for minimum cost."""
 CALL_TOKENS = 20
 """Fixed cost of a call, in tokens, for `least padding`."""
 
@@ -35,9 +35,9 @@ Batch = list[list[int]]
 
 
 class RawModel:
-    """The model in child processes, with `threads` threads each, while the context is open.
+    """The model in child processes with `threads` threads each, running while the context is open.
 
-    They are idle except during calls to `seconds`.
+    The processes are idle except during calls to `seconds`.
     """
 
     def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:
@@ -73,7 +73,7 @@ class RawModel:
         return float(sum(process_times.user + process_times.system for process_times in times))
 
     def seconds(self, ids: list[list[int]], way: str) -> float:
-        """Returns the wall-clock seconds to embed `ids`, sorted by length, over all processes."""
+        """Returns the wall-clock seconds all processes take to embed `ids`, sorted by length."""
         ordered = sorted(ids, key=len)
         for number, child in enumerate(self._children):
             batches = cut(ordered[number :: self._count], way)
@@ -89,7 +89,7 @@ class RawModel:
 
 
 def cut(ordered: list[list[int]], way: str) -> list[list[list[int]]]:
-    """Splits texts sorted by length into batches, in one of WAYS."""
+    """Splits texts sorted by length into batches, using one of WAYS."""
     if way == "least padding":
         return [
             [ordered[place] for place in group]
@@ -120,7 +120,7 @@ def _answer(child: subprocess.Popen[str]) -> None:
 
 
 def _serve(threads: int, folder: str, backend: Backend) -> None:
-    """Runs the child: holds batches, and embeds them on request."""
+    """Runs the child process: keeps batches, and embeds them on request."""
     prepare = (
         _onnx(threads, backend.graph)
         if backend.backend == "onnx"

@@ -1,4 +1,4 @@
-"""A benchmark's result: named figures, some with a limit, as a table and as JSON."""
+"""A benchmark's results: named metrics, some with limits, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class Figure(msgspec.Struct, omit_defaults=True):
 
 
 def expect_none(name: str, count: float) -> Figure:
-    """Returns a figure for a count that must be 0."""
+    """Returns a metric for a count that must be 0."""
     return Figure(name, count, "", "<=", 0)
 
 
 class Outcome(msgspec.Struct):
-    """One benchmark's result: its figures, and details that explain them."""
+    """One benchmark's result: its metrics, and details that explain them."""
 
     figures: list[Figure]
     details: dict[str, Any] = {}
     failure: str = ""
-    """A violation that must never happen. The command then exits with 1, even without `--check`."""
+    """Something that happened but must never happen. The command then exits with 1, even without
+    `--check`.
+    """
 
 
 def machine() -> dict[str, Any]:
@@ -67,7 +69,10 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """Returns the CPU's model name. Linux has it in this file, other systems in `platform`."""
+    """Returns the CPU's model name.
+
+    On Linux, it is in this file; on other systems, `platform` provides it.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""How long each report takes over five million rows in the embedded BigQuery.
+"""How long each report takes for five million rows in the embedded BigQuery.
 
-SQL files in bench generate the rows, and load jobs load them, as a user would.
+SQL files in bench generate the rows, and load jobs load them, just as a user's load jobs would.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.usage.bigquery import open_client
 
 ROWS = int(os.environ.get("BENCH_REPORT_ROWS", "5000000"))
 REQUESTS = round(ROWS / 1.92)
-"""A request has 1.9 items on average, and one in a hundred rows is duplicated."""
+"""A request has an average of 1.9 items, and one in a hundred rows is a duplicate."""
 PART = 125_000
 """Number of requests per load job."""
 SINCE = datetime(2026, 10, 5, tzinfo=UTC)

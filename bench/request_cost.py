@@ -1,8 +1,8 @@
-"""CPU per request with one short text, excluding the model and broker, with 128 in flight.
+"""CPU time per request with one short text, excluding the model and broker, with 128 in flight.
 
-The CPU time of the API, the worker's I/O process and Redis is what a deployment pays per request on
-machines without a GPU. The load generator, broker, and model share the cores, so their load
-increases this figure through CPU cache contention. The median of the rounds counts.
+The CPU time of the API, the worker's I/O process, and Redis is what a deployment pays for per
+request on machines without a GPU. The load generator, broker, and model share the cores, so their
+load increases this number through CPU cache contention. The result is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run() -> Outcome:
 
 
 def _round(pipeline: Pipeline) -> dict[str, float]:
-    """Returns the CPU milliseconds per request for each component, and requests per second."""
+    """Returns each component's CPU milliseconds per request, and the requests per second."""
     texts = pipeline.texts.short(TEXTS)
     before = pipeline.cpu_s()
     report = pipeline.ask(texts, IN_FLIGHT)

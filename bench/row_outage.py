@@ -1,7 +1,7 @@
 """The usage row writer during an outage of an embedded BigQuery, in real time.
 
 The writer has one core and writes 5,000 rows per second throughout. BigQuery, a process on the
-other core, hangs (SIGSTOP) for the first half of the outage, is then killed (SIGKILL), and is
+other core, is stopped (SIGSTOP) for the first half of the outage, is then killed (SIGKILL), and is
 restarted at its end. BENCH_OUTAGE_S sets its length. `python -m bench rows` compresses ten minutes
 into one.
 """

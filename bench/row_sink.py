@@ -1,8 +1,8 @@
-"""Accepts rows as BigQuery does and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
+"""Accepts and counts rows as BigQuery would: `python -m bench.row_sink PORT LATENCY_MS MOST`.
 
-Runs as a separate process that never limits the writer. After `GET /away`, it closes the connection
-on every call until `GET /back`. `GET /counts` returns its totals: rows, distinct rows, and their
-tokens.
+Runs as a separate process that is never the bottleneck for the writer. After `GET /away`, it closes
+the connection on every call until `GET /back`. `GET /counts` returns its totals: rows, distinct
+rows, and the tokens in them.
 """
 
 from __future__ import annotations

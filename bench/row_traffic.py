@@ -1,4 +1,4 @@
-"""Rows as a worker writes them, at a fixed rate or one by one, and what they contained."""
+"""Rows written as a worker would, at a fixed rate or one by one, and what they contained."""
 
 from __future__ import annotations
 

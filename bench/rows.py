@@ -1,9 +1,9 @@
 """The usage row writer on one core: its rate, a BigQuery outage, and the recovery.
 
-The writer has a dedicated core. The stand-in for BigQuery has another core, if available, and
-responds as slowly as the service (bench/row_sink.py). A ten-minute outage is compressed: its rows
-are written as fast as they can be created. Then BigQuery is back, while rows continue for a while
-at the usual rate.
+The writer has a dedicated core. The simulated BigQuery has another core, if available, and responds
+as slowly as the service does (bench/row_sink.py). A ten-minute outage is compressed: its rows are
+written as fast as they can be created. Then BigQuery comes back, while rows keep arriving at the
+usual rate for a while.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
-"""The duration of the service's insertAll calls."""
+"""How long the service's insertAll calls take."""
 MAX_BESIDE = 20_000_000
 """Capacity for rows before and after the outage."""
 CHUNK = 100_000
 MAX_UNSAFE = 5000
-"""Maximum number of rows not yet on disk. At this point, a worker accepts no more jobs, and neither
-does this benchmark.
+"""Maximum number of rows not yet on disk. At this point, a worker stops accepting jobs, and so does
+this benchmark.
 """
 DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
@@ -114,8 +114,8 @@ class _Run:
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
         """Returns the seconds it takes to write the outage's rows, including compression.
 
-        During the outage, the writer's thread has only seconds for work that would normally have
-        ten minutes. The rows therefore occasionally wait for the thread.
+        During the outage, the writer's thread has only seconds for work that would normally be
+        spread over ten minutes. The rows therefore have to wait for the thread occasionally.
         """
         began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:

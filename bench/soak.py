@@ -1,4 +1,4 @@
-"""10,000 requests, 64 in flight: each gets one response and one row, in order of arrival."""
+"""10,000 requests, with 64 in flight: each gets one response and one row, in order of arrival."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run() -> Outcome:
 
 
 def overtaken_ms(rows: list[Any], max_items: int) -> list[float]:
-    """Returns how much later each item started than one pulled over `max_items` items after it."""
+    """Returns how much later each item started than one pulled over `max_items` items later."""
     gaps_ms = []
     for _, of_worker in groupby(
         sorted(rows, key=lambda row: (row["worker"], row["pulled_at"])), lambda r: r["worker"]

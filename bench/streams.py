@@ -1,7 +1,8 @@
-"""1,000 streams of greedy text, while API instances and workers are killed in turn every 10 s.
+"""1,000 streams of greedy text, with API instances and workers killed in turn every 10 s.
 
 Readers resume after their last event, using `Last-Event-ID` and `starting_after`. Each text must be
-complete, contain each event once and in order, and match the text from an undisturbed run, in fp32.
+complete, contain each event exactly once and in order, and match the fp32 text from an undisturbed
+run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The pipeline's share of the raw model's rate, with 128 in flight on the same cores.
+"""The pipeline's rate as a fraction of the raw model's, with 128 in flight on the same cores.
 
-The load generator, API, broker, Redis and worker share the cores with the model. Each round times
+The load generator, API, broker, Redis, and worker share the cores with the model. Each round times
 the raw model and the pipeline on the same texts, one after the other, so other load on the machine
 affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own choice if
-it is something else.
+that is something else.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CHOICE_TEXTS = 240
 ROUNDS = 3
 Layout = tuple[int, int]
 LAYOUTS: tuple[Layout, ...] = ((2, 1), (1, 2))
-"""Number of processes and threads in each layout: the ways to run the model on two cores."""
+"""Number of processes and threads in each layout: ways to run the model on two cores."""
 LIMITS_PERCENT = {"torch-fp32": 75.0, "onnx-fp32": 65.0}
-"""Minimum share of the raw model's rate. The faster the model, the more the pipeline's overhead
-matters.
+"""Minimum rate as a fraction of the raw model's. The faster the model, the more the pipeline's
+overhead matters.
 """
 
 
@@ -44,7 +44,7 @@ def run() -> Outcome:
 
 
 def _measure(changes: dict[str, object], figures: list[Figure], details: dict[str, Any]) -> str:
-    """Finds the best way to batch for the raw model, then measures it and the pipeline.
+    """Finds the best way of batching for the raw model, then measures that and the pipeline.
 
     Returns the backend.
     """
@@ -91,7 +91,7 @@ def _figures(backend: Backend, rounds: list[dict[str, Any]]) -> list[Figure]:
 
 
 def _rates(raw: dict[Layout, RawModel], pipeline: Pipeline) -> dict[tuple[Layout, str], float]:
-    """Returns texts per second for each layout and way, after a warm-up run."""
+    """Returns texts per second for each layout and way of batching, after a warm-up run."""
     ids = pipeline.texts.token_ids(pipeline.texts.mixed(CHOICE_TEXTS))
     for model in raw.values():
         model.seconds(ids[: CHOICE_TEXTS // 4], WAYS[0])
@@ -111,7 +111,7 @@ def _round(
     cpu_before, work_before = pipeline.cpu_s(), pipeline.work()
     report = pipeline.ask(texts, IN_FLIGHT)
     cpu_after, work_after = pipeline.cpu_s(), pipeline.work()
-    # Measured again, so that a machine that slows down in between doesn't favor the pipeline.
+    # Measured again, so that a machine that has slowed down in between doesn't favor the pipeline.
     alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()

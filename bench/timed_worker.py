@@ -1,6 +1,6 @@
-"""Real workers with a model that only takes time, on the embedded Pub/Sub and a real Redis.
+"""Real workers with a model that only takes up time, on the embedded Pub/Sub and a real Redis.
 
-Such a model does no work, so the rest of a worker can be measured on a busy machine.
+Such a model does no work, so the rest of a worker can be measured even on a busy machine.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ MODEL = Model(
 )
 DeviceKind = Literal["none", "one", "two"]
 """With `none`, a timer in the worker's I/O process takes as long as a batch. With `one` and `two`,
-a model process takes that time, and its asynchronous device (bench/async_device.py) runs one or two
+a model process takes that long, and its asynchronous device (bench/async_device.py) runs one or two
 batches at a time.
 """
 DEADLINE_S = 600.0
@@ -118,7 +118,7 @@ class _TimedProcess:
         self._batch_s = batch_s
 
     async def ready(self) -> None:
-        """Returns immediately, because this process needs no startup."""
+        """Returns immediately, because this process needs no time to start."""
 
     def overlaps(self, model: int) -> bool:
         return False
@@ -215,12 +215,12 @@ class _OtherHand:
 
 
 class Callers:
-    """All of the workers' callers."""
+    """All callers of the workers."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
-        # Runs may share a Redis server, which still contains earlier runs' jobs.
+        # Runs may share a Redis server that still contains jobs from earlier runs.
         self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
@@ -288,7 +288,7 @@ class WorkerCounts(NamedTuple):
 
     at_s: float
     busy_s: float
-    """Time during which its processes ran batches."""
+    """How long its processes have been running batches."""
     cpu_s: float
     """CPU time of this process."""
     batches: int
@@ -296,7 +296,7 @@ class WorkerCounts(NamedTuple):
     held: int
     """Number of messages it currently holds."""
     redelivered: int
-    """Number of messages that had already been delivered, to this worker or another one."""
+    """Number of messages that had already been delivered to this or another worker."""
 
 
 class TimedWorker:
@@ -367,7 +367,7 @@ def _metric(name: str) -> float:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels all tasks. Raises the error if a task has already failed."""
+    """Cancels all tasks. Raises a task's error if that task has already failed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -17,7 +17,7 @@ URL = os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8080")
 
 
 def main(prompt: str = "a large red circle", file: str = "image.png") -> None:
-    """Saves one image of `prompt` to `file`."""
+    """Generates one image from `prompt` and saves it to `file`."""
     client = Client(base_url=URL, api_token=os.environ.get("PENSTOCK_API_KEY", "any"))
     # Model names are unique, so the owner before the slash can be anything.
     images: Any = client.run("any/stable-diffusion-tiny", input={"prompt": prompt, "seed": 7})

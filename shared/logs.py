@@ -1,8 +1,9 @@
 """Logs JSON lines to stderr with Cloud Logging's fields (severity, message, time, trace).
 
 https://cloud.google.com/logging/docs/structured-logging. Log lines about a request or a job include
-its trace, so that Cloud Logging and Cloud Trace can show them together. Payloads and keys are never
-logged. Key secrets that callers send in the wrong place are redacted from every line.
+its trace so that Cloud Logging and Cloud Trace can show them together. Payloads and keys are never
+logged. The secret parts of API keys that callers send in the wrong place are redacted from every
+line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wire format between API and workers: jobs on `jobs.<model>` and replies on an inbox.
+"""The wire format between the API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
 is one Pub/Sub message, identified by (request_id, part). Everything needed to route or identify a
@@ -14,7 +14,7 @@ A job on the wire:
     data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key":
         "9b1d…"}]}
 
-The reply includes the same `slot`, `request_id` and `part`, with one outcome per item, in the same
+The reply includes the same `slot`, `request_id`, and `part`, with one outcome per item, in the same
 order as the items.
 
 A job with `"replies": "n"` comes from an instance that accepts multiple replies in one message:
@@ -27,7 +27,7 @@ separately.
 
 The functions here encode and decode both formats. A publisher checks that the broker can carry the
 message and that the reader can decode it. If a message can't be decoded as a job, a lenient decoder
-reads as much of it as possible, so that its callers get a reply.
+reads as much of it as possible so that the job's callers get a reply.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
 MAX_ATTRIBUTE_BYTES = 1024
 MAX_DATA_BYTES = 9 * 1024 * 1024
-"""Pub/Sub accepts 10 MB of data and attributes together (https://cloud.google.com/pubsub/quotas).
+"""Pub/Sub accepts up to 10 MB of data and attributes combined
+(https://cloud.google.com/pubsub/quotas).
 """
 
 _encoder = msgspec.json.Encoder()
@@ -77,7 +78,7 @@ _encoder = msgspec.json.Encoder()
 MAX_REPLY_BATCH_BYTES = 256 * 1024
 """Maximum size, in bytes, of the replies in one message.
 
-Reading a message that large blocks the event loop for about 1 ms.
+A message of that size blocks the event loop for about 1 ms when it is read.
 """
 
 
@@ -101,11 +102,11 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """A request's caller, time, and terms, which stay the same from the request headers to the row.
 
     The API fills in the fields until the request is dispatched. From then on, they are copied as a
-    whole to each job's envelope and each row.
+    unit to each job's envelope and each row.
     """
 
     request_id: str
-    """ID used in messages, records and rows.
+    """ID used in messages, records, and rows.
 
     Always generated, except for predictions with custom IDs.
     """
@@ -113,7 +114,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     received_at_s: UnixTime
     """Unix time of arrival, the starting point for time limits."""
     client_request_id: str = ""
-    """The caller's `x-request-id`, used only in rows: at most 128 characters. Empty if none was
+    """The caller's `x-request-id` (at most 128 characters), used only in rows. Empty if none was
     sent.
     """
     key_id: str = ""
@@ -132,7 +133,9 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     price_share: PriceShare = 1.0
     """Fraction of the list price charged for the request. Omitted from messages if 1."""
     batch_id: str = ""
-    """The batch that contains the request as a line, used in rows. Empty if there is none."""
+    """The batch that includes the request as one of its lines, used in rows. Empty if there is
+    none.
+    """
 
     def row_columns(self) -> dict[str, Any]:
         """Returns the columns that are the same in all of the request's rows, keyed by name."""
@@ -172,9 +175,13 @@ class Envelope(RequestFacts, kw_only=True):
     cache_key: str = ""
     """Cache key of the first item, for people and tools that inspect the topic."""
     prediction: str = ""
-    """`1` if the API created a record for the job. The record must be finished before the ack."""
+    """`1` if the API created a record for the job. The record must be finished before the job is
+    acked.
+    """
     webhook: str = ""
-    """Events sent to the prediction's webhook, comma-separated. The record contains its URL."""
+    """Events sent to the prediction's webhook, comma-separated. The record contains the webhook's
+    URL.
+    """
     start_by_s: UnixTime = 0.0
     """Unix time after which the model no longer starts the job. If 0, only the deadline applies."""
     replies: str = ""
@@ -183,8 +190,8 @@ class Envelope(RequestFacts, kw_only=True):
     Inboxes from earlier releases don't accept them.
     """
     flow: str = ""
-    """The flow to which the job belongs, if any; request_id is then the run's ID. Empty if there is
-    no flow.
+    """The flow the job belongs to, if any; in that case, request_id is the run's ID. Empty if there
+    is no flow.
     """
     step: str = ""
     """ID of the flow's step."""
@@ -200,7 +207,7 @@ class Envelope(RequestFacts, kw_only=True):
 
     @property
     def trace(self) -> TraceContext | None:
-        """The trace to which the job belongs."""
+        """The trace that the job belongs to."""
         return read_context(self.traceparent, self.tracestate) if self.traceparent else None
 
     @property
@@ -264,8 +271,8 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
     Times are in Unix seconds, and durations are in milliseconds. `cache` is where the result came
     from: `miss` (computed), `memory`, `redis`, `joined` (an identical item was being computed), or
-    `none` (cache not used). `steps_saved` is the number of steps not computed for a canceled or
-    late image. `padded_tokens` is the number of tokens computed, including padding, or None if
+    `none` (cache not used). `steps_saved` is the number of steps that were skipped for a canceled
+    or late image. `padded_tokens` is the number of tokens processed, including padding, or None if
     there are none.
     """
 
@@ -279,7 +286,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
-    """Number of input tokens that a text model had already computed."""
+    """Number of input tokens that a text model had already processed."""
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
@@ -290,10 +297,10 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     is_delivered_in_part: bool = False
     """True if there is no result, but a reader received part of the streamed output.
 
-    For a generation, `tokens` counts the tokens in that part and its prompt.
+    For a generation, `tokens` counts the tokens in that part and in the prompt.
     """
     cold_start: bool = False
-    """True if the model process that computed it loaded the model after the job was published."""
+    """True if the process that computed the item loaded the model after the job was published."""
     adapter: str | None = None
     """Adapter used to draw the image."""
     spent_work: int | None = None
@@ -313,7 +320,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """Text that a custom model printed while computing an item.
+    """Text that a custom model printed while processing an item.
 
     If it is long, only the end is kept.
     """
@@ -339,7 +346,7 @@ class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
 class ItemOutcome(msgspec.Struct, omit_defaults=True):
     """The outcome of one item: a result or an error, and its receipt.
 
-    `status`: succeeded, failed, expired or canceled.
+    `status`: succeeded, failed, expired, or canceled.
     """
 
     index: int
@@ -349,8 +356,8 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     error: ItemError | None = None
     logs: PrintedLogs | None = None
     partial: PieceChunk | None = None
-    """Output that a custom class had yielded, if there is no result. Contains only as much as the
-    caller may receive.
+    """If there is no result, the output that a custom class had already yielded. Contains only as
+    much as the caller may receive.
     """
 
 
@@ -443,7 +450,7 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """Returns the data and attributes of the job's message, which `decode_job` can read.
 
-    As a check, the message is decoded again, which takes only microseconds, because an unreadable
+    The message is decoded again as a check, which takes only microseconds, because an unreadable
     job would leave its callers waiting in vain.
 
     Raises:
@@ -526,7 +533,7 @@ def is_reply_batch(attributes: Mapping[str, str]) -> bool:
 
 
 def decode_reply_batch(data: bytes, attributes: Mapping[str, str]) -> list[BatchedReply]:
-    """Parses the result of `encode_reply_batch`. Use `decode_reply_body` for the bodies.
+    """Parses the result of `encode_reply_batch`. Use `decode_reply_body` to decode the bodies.
 
     Raises:
         UndecodableMessage: the message does not contain several replies.
@@ -573,7 +580,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
 
 def _check_carried(attributes: Mapping[str, str]) -> None:
     for name, value in attributes.items():
-        # A character takes up at most four bytes, so only long values need to be counted.
+        # A character takes up at most four bytes, so only long values need an exact byte count.
         if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:
             raise UndecodableMessage(
                 f"attributes: {name} is too long for a message", field="attributes"

@@ -87,8 +87,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_cached: bool = False
     """True if results may be served from the cache."""
     price: ItemPrice | None = None
-    """The terms for charging for the prediction. None if it was created by a release that did not
-    store them.
+    """The prediction's pricing terms. None if it was created by a release that did not store them.
     """
     streams: str = ""
     """The way a custom class's output grows while it runs: `text` or `items`.
@@ -99,7 +98,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     flow: dict[str, Any] | None = None
     """For a flow, its plan (shared/models/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
-    """The terms for charging for each step's items."""
+    """The pricing terms for each step's items."""
 
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]:
@@ -250,7 +249,7 @@ def body_of(
 
 
 def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
-    """Makes the link work without a key for browsers and Replicate's Node client.
+    """Lets browsers and Replicate's Node client use the link without a key.
 
     The query is the same every time, because identical requests must get identical responses.
     """
@@ -330,7 +329,7 @@ def partial_output_of(
 
 
 def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
-    """Returns the keys of large files in an unsuccessful class's output."""
+    """Returns the keys of large files in the output of a class that did not succeed."""
     if prediction.streams != "items" or record.reply is None:
         return []
     return [
@@ -385,7 +384,7 @@ def error_of(record: Record) -> str | None:
 def read_printed_logs(record: Record) -> PrintedLogs:
     """Returns the text that the model has printed so far."""
     for outcome in record.reply.outcomes if record.reply is not None else ():
-        if outcome.logs is not None:  # a class computes only one item per prediction
+        if outcome.logs is not None:  # a class processes only one item per prediction
             return outcome.logs
     return PrintedLogs(record.logs, record.logs_left_out)
 

@@ -1,4 +1,4 @@
-"""A clock that the test moves."""
+"""A clock that advances only when the test moves it."""
 
 
 class Clock:

@@ -44,9 +44,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # CPU time when collecting tests, and a twentieth when running small tests.
 gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
-# Uses the same examples each time, so that any failure is caused by the change. A quick run uses
-# few, and `make test-slow` uses many for these tests too; `--hypothesis-profile=explore` tries
-# others.
+# Uses the same examples every time, so that any new failure is caused by the change under test. A
+# quick run uses few examples, and `make test-slow` uses many, for these tests too;
+# `--hypothesis-profile=explore` tries different ones.
 settings.register_profile(
     "few", derandomize=True, deadline=None, print_blob=True, max_examples=QUICK_EXAMPLES
 )
@@ -93,10 +93,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Returns a bytes parameter's length as its id. None leaves other values to pytest.
+    """Returns the length of a bytes parameter as its id.
 
-    Two processes collect the tests and must get the same names. Packed bytes record the second when
-    they were packed.
+    For other values, None leaves the choice to pytest.
+
+    Two processes collect the tests and must get the same names. Packed bytes include the second
+    when they were packed.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -119,10 +121,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests in a process, as in one of our processes.
+    """Keeps one event loop for all tests in a process, just like one of our processes.
 
-    gRPC's poller serves all of a process's loops: a closed loop's pending work would fail the next
-    test with "Event loop is closed".
+    gRPC's poller serves all of a process's loops: pending work from a closed loop would fail the
+    next test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 
@@ -143,7 +145,7 @@ def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder where workers store their choice of backend, for all processes in this run.
+    """Folder where workers store their choice of backend, shared by all processes in this test run.
 
     The first process spends about ten seconds measuring; the others don't have to.
     """
@@ -205,7 +207,10 @@ def kept() -> "Iterator[KeptSpans]":
 
 @pytest.fixture(scope="session")
 def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A RabbitMQ from this machine's packages. It is shared, so each test uses its own project."""
+    """A RabbitMQ server from this machine's packages.
+
+    It is shared, so each test uses its own project.
+    """
     needs_rabbitmq()
     folder = tmp_path_factory.mktemp("rabbitmq")
     with RabbitServer(folder / "data", folder) as server:

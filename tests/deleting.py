@@ -6,7 +6,9 @@ from tests.record_stores import RecordStores
 
 
 async def delete_ended(stores: RecordStores, record: str, keep_s: float = 1000.0) -> bool | None:
-    """Deletes a finished prediction's record. A broker may deliver its job for `keep_s`.
+    """Deletes a finished prediction's record.
+
+    A broker may still deliver its job for `keep_s` seconds.
 
     Returns:
         True if it was deleted. False if it has changed since it was read.

@@ -52,8 +52,8 @@ def pages_pdf(
     Args:
         contents: one content stream per page, as PDF objects.
         things: objects that pages may draw, keyed by name.
-        is_shared: True if every page may draw all of the objects. False if each page has one, in
-            order.
+        is_shared: True if every page may draw all of the objects. False if each page has one
+            object, in order.
     """
     named = list((things or {}).items())
     font = b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>"

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class GatedLink:
-    """A TCP proxy. While `gate` is closed, requests wait, and responses pass."""
+    """A TCP proxy. While `gate` is closed, requests wait, but responses pass."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -58,7 +58,7 @@ class GatedLink:
         self._writers.clear()
 
     def open(self) -> None:
-        """Forwards held requests, and any that arrive later, immediately."""
+        """Forwards held requests immediately, along with any that arrive later."""
         self.is_open = True
         self.pass_on()
 
@@ -81,7 +81,7 @@ class GatedLink:
 
 @asynccontextmanager
 async def gated(target_port: int) -> AsyncIterator[tuple[GatedLink, int]]:
-    """A link to a port on this machine, and the port at its other end."""
+    """A link to a port on this machine, and the port that the link listens on."""
     link = GatedLink(target_port)
     async with await asyncio.start_server(link.serve, "127.0.0.1", 0) as server:
         yield link, server.sockets[0].getsockname()[1]
@@ -89,7 +89,7 @@ async def gated(target_port: int) -> AsyncIterator[tuple[GatedLink, int]]:
 
 @asynccontextmanager
 async def gated_redis(redis_url: str) -> AsyncIterator[tuple[GatedLink, str]]:
-    """A link to a Redis, and the URL of its other end."""
+    """A link to a Redis, and the URL for reaching that Redis through the link."""
     where = urlsplit(redis_url)
     async with gated(where.port or 0) as (link, port):
         yield link, redis_url.replace(f":{where.port}", f":{port}")

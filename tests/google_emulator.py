@@ -20,7 +20,7 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""Paths used by packages and installers. If none exists, `gcloud` on PATH is used to find it."""
+"""Paths used by OS packages and installers. If none exists, `gcloud` on PATH is used to find it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 

@@ -45,7 +45,7 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
 
 SLOW_S, QUICK_S = 1.0, 0.1
-"""Approximate duration of a test on an idle machine with two cores, unless a mark specifies one:
+"""Approximate duration of a test on an idle two-core machine, unless a mark specifies one:
 `pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` on a property test with many
 examples. A test's mark specifies the test's duration, and a file's `pytestmark` specifies the whole
 file's duration. It only affects the order.
@@ -53,7 +53,7 @@ file's duration. It only affects the order.
 
 
 def about_s(items: Iterable[pytest.Item]) -> float:
-    """Approximate seconds that the tests take when run one at a time."""
+    """Approximate total time in seconds for the tests when run one at a time."""
     tests_s, files_s = 0.0, dict[str, float]()
     for item in items:
         marks = (*item.iter_markers_with_node("slow"), *item.iter_markers_with_node("many"))
@@ -69,7 +69,7 @@ def about_s(items: Iterable[pytest.Item]) -> float:
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Sorts tests by group, longest first, so that no worker is left with a long one at the end.
+    """Sorts tests by group, longest first, so that no worker is left with a long group at the end.
 
     Tests in a group keep their order.
     """

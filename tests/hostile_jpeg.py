@@ -16,8 +16,8 @@ def repeat_scans(side: int, scans: int) -> bytes:
     """Returns a gray JPEG of `side` x `side` pixels whose last scan is repeated `scans` times.
 
     The last scan in Pillow's script refines all of each block's coefficients except the first. In a
-    single-color image they are zero, so the scan has about 40 bytes, no matter how large the image
-    is.
+    single-color image, they are all zero, so the scan takes about 40 bytes, no matter how large the
+    image is.
     """
     buffer = io.BytesIO()
     Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)

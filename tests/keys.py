@@ -1,4 +1,4 @@
-"""API keys for tests: a file with one key per tenant, each known by a name."""
+"""API keys for tests: a file with one key per tenant, each of which tests refer to by name."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def keys_url(
     Args:
         tenants: the plan of each tenant.
         keys: additional keys, created with `stored`.
-        tenant_of: each key's tenant, by key name.
+        tenant_of: the tenant of each key, by key name.
     """
     document = Document(
         plans=dict(plans or {}),

@@ -1,7 +1,7 @@
 """The files in the repository, without using git, because a build has no `.git` and may not have
 git.
 
-`python -m tests.source_files` prints them with a NUL after each, for xargs.
+`python -m tests.source_files` prints them, each followed by a NUL, for xargs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from pathspec import GitIgnoreSpec
 
 Rules: TypeAlias = tuple[tuple[Path, GitIgnoreSpec], ...]
-"""The `.gitignore` files in the folders above a file, outermost first, each with its folder."""
+"""The `.gitignore` files in a file's parent folders, outermost first, each with its folder."""
 
 
 def source_files(root: Path = Path()) -> list[Path]:

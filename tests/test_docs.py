@@ -1,4 +1,4 @@
-"""The documents refer to existing files, and lead a newcomer to the line that acks a job."""
+"""The documents refer only to files that exist, and lead a newcomer to the line that acks a job."""
 
 from __future__ import annotations
 
@@ -137,7 +137,10 @@ def test_each_decision_has_a_number_of_its_own() -> None:
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
 def test_decisions_that_are_named_have_a_page(folder: str) -> None:
-    """A comment often has only a number. A changelog uses the decision numbers of its day."""
+    """A comment often has only a number.
+
+    A changelog uses the decision numbers that were current at the time.
+    """
     member_pages = (ROOT / "emulators").glob("*/docs/decisions/*.md")
     pages = {path.name[:4] for path in (*DECISIONS, *member_pages)}
     missing = {
@@ -155,7 +158,8 @@ def test_decisions_that_are_named_have_a_page(folder: str) -> None:
 def homes(document: Path) -> list[Path]:
     """The folders that a document's paths and modules are relative to.
 
-    They are its distribution, the repository, and the document's own folder for relative links.
+    They are the document's distribution, the repository, and, for relative links, the document's
+    own folder.
     """
     is_member = document.parts[0] == "emulators" and len(document.parts) > 2
     distribution = [ROOT.joinpath(*document.parts[:2])] if is_member else []

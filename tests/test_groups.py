@@ -1,4 +1,4 @@
-"""Tests that share resources with a long startup run on one pytest-xdist worker."""
+"""Tests that share resources that take long to start run on one pytest-xdist worker."""
 
 import re
 import subprocess
@@ -81,7 +81,7 @@ def test_what_takes_longest_begins_first(pytester: pytest.Pytester) -> None:
     }
     head = "import pytest\nslow = pytest.mark.slow\n"
     pytester.makepyfile(**{name: head + text for name, text in texts.items()})
-    # The inner run does not read our settings, which keep this plugin from loading.
+    # The inner run doesn't read our settings, which would keep this plugin from loading.
     items, _ = pytester.inline_genitems("-p", "no:valkey")
     assert [about_s([item]) for item in items] == [
         *(QUICK_S, QUICK_S),

@@ -1,6 +1,4 @@
-"""Each metric is written in the source under its name in `/metrics`, so that it can be searched
-for.
-"""
+"""Each metric appears in the source under its name in `/metrics`, so people can search for it."""
 
 import ast
 from functools import cache

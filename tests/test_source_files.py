@@ -63,7 +63,7 @@ def test_list_is_that_of_git() -> None:
 
 
 def test_nothing_else_asks_git_for_the_list() -> None:
-    """`gcloud builds submit` leaves `.git` out, so a build's tests would fail."""
+    """`gcloud builds submit` leaves out `.git`, so the tests in a build would fail."""
     asking = {
         path
         for path in source_files(ROOT)

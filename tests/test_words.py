@@ -1,4 +1,4 @@
-"""Each thing has one name, and replaced words don't come back."""
+"""Each thing has only one name, and words that were replaced don't come back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ELSEWHERE = re.compile(
     """,
     re.VERBOSE | re.MULTILINE,
 )
-"""Names on the wire, in metrics and settings, which must stay, and captions that a model knows."""
+"""Names in messages, metrics, and settings, which must stay, and captions that a model knows."""
 
 EMPTY_NAMES = {"found", "given", "made", "what", "whose"}
 """Names that show that there is a value, but not which one."""

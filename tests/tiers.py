@@ -38,7 +38,7 @@ Timed = Generator[None, Any, Any]
 
 
 def examples(usual: int) -> int:
-    """The number of examples for a Hypothesis test that would usually try a number other than 100.
+    """The number of examples for a Hypothesis test whose usual number isn't 100.
 
     The profile determines how many examples 100 stands for: 15 in the quick tier
     (tests/conftest.py).
@@ -51,8 +51,8 @@ def has_none_of(expression: str, path: Path) -> bool:
     """True if all tests in a file or folder are in the other tier, so `-m expression` needn't
     import it.
 
-    A third of the files are slow as a whole, and import torch and other large libraries. Otherwise
-    each process in a run would import them.
+    A third of the files consist only of slow tests, and import torch and other large libraries.
+    Otherwise each process in a run would import them.
     """
     if expression not in (QUICK, SLOW):
         return False
@@ -84,8 +84,8 @@ def _takes_many_examples(item: pytest.Item) -> bool:
 class QuickTests:
     """A pytest plugin that measures the CPU time of quick tests.
 
-    The pytest-xdist workers measure, and the process that starts them collects. Without workers,
-    one process does both.
+    The pytest-xdist workers measure, and the process that starts them collects the results. Without
+    workers, one process does both.
 
     Args:
         limit_s: CPU seconds above which a test is listed.
@@ -141,7 +141,7 @@ class QuickTests:
 
     @property
     def longest_files(self) -> dict[str, float]:
-        """The slowest files, and their seconds of wall-clock time. `about_s` should match them."""
+        """The slowest files and their wall-clock seconds. `about_s` should match them."""
         longest = sorted(self._files_s.items(), key=lambda one: -one[1])
         return dict(longest[:MAX_NAMED_FILES])
 
@@ -173,7 +173,7 @@ class QuickTests:
 
 
 def skips_by_reason(reports: list[pytest.TestReport | pytest.CollectReport]) -> list[str]:
-    """One line per reason: the number of tests skipped for it, and their files."""
+    """One line per reason: how many tests were skipped for it, and the files they are in."""
     files: dict[str, list[str]] = defaultdict(list)
     for report in reports:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -29,7 +29,7 @@ class Certificate(NamedTuple):
 def make_certificate(
     folder: Path, *, password: bytes = b"", names: Sequence[str] = ()
 ) -> Certificate:
-    """A certificate for 127.0.0.1 and `names` in `folder`, valid for a day."""
+    """A certificate in `folder` for 127.0.0.1 and `names`, valid for one day."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "penstock tests")])
     now = datetime.now(UTC)

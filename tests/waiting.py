@@ -1,4 +1,4 @@
-"""Waits for conditions that the product has no event for."""
+"""Waits for conditions for which the product has no event."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The workers, which pull jobs, batch items, run models, reply, and write rows."""
+"""The workers, which pull jobs, batch items, run models, send replies, and write rows."""
 
 import os
 

@@ -1,6 +1,6 @@
 """`python -m workers`: a worker that serves one or more models.
 
-Opens its parts in order and runs until SIGTERM.
+Opens the worker's parts in order and runs until SIGTERM.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
 async def _prepare(
     settings: WorkerSettings, model: Model, *, is_alone: bool
 ) -> tuple[HostedModel, Layout]:
-    """Returns the model with its backend, process count and thread count (0: default).
+    """Returns the model with its backend, process count, and thread count (0: default).
 
     `is_alone`: True if this is the worker's only model.
     """

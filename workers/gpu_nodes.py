@@ -1,4 +1,4 @@
-"""`python -m workers.gpu_nodes`: empties nodes whose GPU has failed; one deployment per cluster.
+"""`python -m workers.gpu_nodes`: drains nodes whose GPU has failed; one deployment per cluster.
 
 A device plugin or node-problem-detector reports the failure as a node condition. Nothing else acts
 on it, because GKE's node auto-repair checks only `Ready` and disks, and a failing pod is restarted

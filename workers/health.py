@@ -35,7 +35,7 @@ def _handler(
     loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Serves a few paths, and only for GET."""
+        """Serves a few paths, for GET requests only."""
 
         def do_GET(self) -> None:
             if self.path == "/metrics":

@@ -132,14 +132,15 @@ a report.
 """
 
 FADE_S = 30.0
-"""After this time, a second's weight has decayed to about a third, so the ratio covers a minute.
+"""After this much time, a second's weight has decayed to about a third, so the ratio covers about a
+minute.
 
 With a shorter time, batches that take seconds would make the ratio jump. With a longer one, the
 ratio would lag behind the load.
 """
 DIGITS = 3
 """Decimal places in a busy share. A decaying average never reaches 0, but an idle worker's share
-must reach it.
+must.
 """
 
 
@@ -222,7 +223,10 @@ class ProcessTimes:
             self._states[process] = state
 
     def batch_ended(self, done: BatchResult) -> None:
-        """Counts a batch. Time spent loading models for it doesn't count toward the batch time."""
+        """Counts a batch.
+
+        Time spent loading models for the batch doesn't count toward the batch time.
+        """
         self._advance()
         self._open.batches += 1
         self._open.items += len(done.results)

@@ -30,18 +30,17 @@ HUB = "hf:"
 
 
 def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
-    """Copies missing models, and yields the result for each model.
+    """Copies missing models, and yields each model's result.
 
     Args:
-        catalog: the models, with their adapters. Models from sources other than the Hub are
-            skipped.
+        catalog: the models, with their adapters. Models that don't come from the Hub are skipped.
         to: `gs://BUCKET[/PREFIX]`, or a folder.
         names: the models to copy. Empty means all models.
         again: True to replace existing copies, because a branch may have moved.
 
     Raises:
-        ConfigurationError: a model is not in the catalog or not from the Hub, or its repository
-            does not exist or is not accessible with this token.
+        ConfigurationError: a model is not in the catalog or does not come from the Hub, or its
+            repository does not exist or is not accessible with this token.
         Unavailable: the Hub or the bucket is unreachable.
     """
     store = _open(to)
@@ -109,7 +108,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
         folder = download_from_hub(repository, revision, Path(cache))
         if _is_there(store, list_of(repository, revision)):
-            # Until then, any worker that starts up uses the Hub rather than a partial copy.
+            # Until the list is there, workers that start up use the Hub rather than a partial copy.
             obstore.delete(store, listed)
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

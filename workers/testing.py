@@ -6,7 +6,7 @@
 Everything between the message and the model is the same as in production: admission, priorities,
 fair queues, batches limited by the entry's budget, halving of failed batches, continuous batching,
 replies, rows, and acks. Three things differ. The model runs on a thread instead of in a process, so
-it can't be killed. Without `redis_url`, nothing is recorded, so there are no predictions, streams
+it can't be killed. Without `redis_url`, nothing is recorded, so there are no predictions, streams,
 or cancellation. Rows are kept in a list.
 """
 
@@ -61,7 +61,7 @@ _INBOX = "testing"
 
 @dataclass
 class WorkerUnderTest:
-    """A running worker as its callers see it.
+    """A running worker as seen by its callers.
 
     `rows`: the rows that the worker would send to BigQuery.
     """
@@ -75,7 +75,7 @@ class WorkerUnderTest:
     async def compute(
         self, *inputs: Input, tenant: str = "default", limit_s: float = COMPUTE_LIMIT_S
     ) -> list[Result | PenstockError]:
-        """Sends one job with these inputs. Returns the outcome of each, in order.
+        """Sends one job with these inputs. Returns the outcome of each input, in order.
 
         Args:
             inputs: inputs for the model's task, up to its maximum batch size.
@@ -131,16 +131,19 @@ async def running_worker(
     objects_url: str = "memory://",
     catalog: Catalog | None = None,
 ) -> AsyncIterator[WorkerUnderTest]:
-    """Runs a worker with one model until the context exits. Creates the topics it needs.
+    """Runs a worker with one model until the context exits.
+
+    Creates the topics that the worker needs.
 
     Args:
         broker: shared with everything that sends jobs to the worker.
         entry: the model's catalog entry, with its task, name, and batch budget.
         folder: the model's files. Required if `preparer` or `model` is omitted.
         preparer: prepares the inputs. Defaults to the task's preparer.
-        model: creates the model, not yet loaded. Defaults to the task's model, on the CPU.
+        model: creates the model, which is not loaded yet. Defaults to the task's model, on the CPU.
         redis_url: Redis for records, token streams, and results. Defaults to no Redis.
-        objects_url: where large results are stored. An API needs the same value to find them.
+        objects_url: where large results are stored. An API needs the same value to find these
+            results.
         catalog: models available to later flow steps. Defaults to just this model.
 
     Raises:
@@ -150,8 +153,8 @@ async def running_worker(
     """
     if folder is None and (preparer is None or model is None):
         raise ValueError("without a folder, both preparer and model are required")
-    # Not the working directory, because the sizes of all its files are added up, and it may be
-    # large.
+    # Not the working directory, because the sizes of all files in the folder are added up, and the
+    # working directory may be large.
     files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
     thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
@@ -250,7 +253,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. The text that a process would print when it dies becomes the output."""
+        """Runs the server. The text that a process would print when it dies becomes this output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:
@@ -258,7 +261,7 @@ class _ModelThread:
                 ModelServer(connection, models, [StepRoom(self._entry)]).run()
         except Exception:
             printed = traceback.format_exc().encode()
-        with suppress(RuntimeError):  # the loop is closed, so nothing will read it
+        with suppress(RuntimeError):  # the loop is closed, so nothing will read the result
             loop.call_soon_threadsafe(output.feed_data, printed)
             loop.call_soon_threadsafe(output.feed_eof)
 

@@ -1,15 +1,15 @@
 """The worker's I/O process: pulls its models' jobs and feeds batches to the model processes.
 
-Guarantees relied on: Pub/Sub delivers a job at least once and keeps it until it is acked. The
-transport extends every held message's lease, and flow control limits how many are held. The models
-run in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter delays
-neither leases nor replies.
+Guarantees it relies on: Pub/Sub delivers a job at least once and keeps it until it is acked. The
+transport extends the lease of every message held, and flow control limits how many messages are
+held. The models run in separate processes (workers/runtime/pool.py), so a busy or broken model
+interpreter doesn't delay leases or replies.
 
 In call order: `run` opens each model's subscriptions and starts its consumer
-(workers/jobs/consumer.py). `_serve`, one task per model process, asks ModelScheduler which model is
-next and takes its next batch. A device that computes asynchronously gets the next full batch before
-the current one has finished, and before the previous one's results are distributed (decision 143).
-`_listen` drops canceled jobs.
+(workers/jobs/consumer.py). `_serve`, which runs as one task per model process, asks ModelScheduler
+which model is next and takes that model's next batch. A device that computes asynchronously gets
+the next full batch before the current one has finished, and before the previous batch's results are
+distributed (decision 143). `_listen` drops canceled jobs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 FAILED_BATCHES_MAX = 20
 """After this many consecutive failed batches, the worker is considered broken and exits."""
 LOST_GPUS_MAX = 2
-"""The worker exits after this many consecutive model processes have lost their GPU.
+"""The worker exits after this many model processes in a row have lost their GPU.
 
 This happens before any item is given up on (workers/scheduling/priority_queue.py), so another
 worker computes everything held by this one. The first crash may have been caused by whichever item
@@ -61,15 +61,15 @@ was being computed.
 
 
 class Worker:
-    """Serves one or several models until stopped. The caller opens and closes its parts.
+    """Serves one or more models until stopped. The caller opens and closes its parts.
 
     Args:
         consumers: one for each model, in the pool's order.
         subscriber: the transport from which jobs are pulled.
         ack_deadline_s: duration, in seconds, of each lease and each extension.
-        max_outstanding_bytes: maximum size of the held messages in each priority, divided evenly
-            among the models.
-        drain_s: how long held jobs may take to finish after `stop` is set.
+        max_outstanding_bytes: maximum total size of the messages held at each priority, divided
+            evenly among the models.
+        drain_s: how long the jobs held may take to finish after `stop` is set.
         times: adds up how the model processes spend their time.
     """
 
@@ -113,7 +113,7 @@ class Worker:
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then finishes the held jobs within the drain limit.
+        """Serves until `stop` is set, then finishes the jobs it holds within the drain limit.
 
         Raises:
             PenstockError: a subscription is lost permanently, or too many batches fail in a row.
@@ -134,7 +134,7 @@ class Worker:
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # they end only because of an error
+                    task.result()  # these end only because of an error
                 await self._drain()
             finally:
                 await _cancel(tasks)
@@ -176,13 +176,14 @@ class Worker:
     async def _subscribe(
         self, stack: AsyncExitStack, model: str, max_messages: int
     ) -> list[Subscription]:
-        """Opens the subscriptions of a model, in the order of PRIORITIES."""
+        """Opens a model's subscriptions, in the order of PRIORITIES."""
         subscriptions = []
         for subscription_id in (workers_subscription_id(model), batch_subscription_id(model)):
             subscribing = self._subscriber.subscribe(
                 subscription_id,
                 max_messages=max_messages,
-                # Half is for messages held near the broker, and half is for those in transit.
+                # Half is for messages held near the broker, and the other half is for those in
+                # transit.
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,
@@ -197,7 +198,7 @@ class Worker:
         self._count_waiting()
 
     async def _drain(self) -> None:
-        """Stops pulling, and finishes the held jobs within the limit."""
+        """Stops pulling, and finishes the jobs held within the limit."""
         try:
             async with asyncio.timeout(self._drain_s):
                 await asyncio.gather(*(consumer.drain() for consumer in self._consumers))
@@ -238,7 +239,7 @@ class Worker:
                 await self._send(process_index, process, choice)
 
     async def _advance(self, process_index: int, process: PooledProcess) -> None:
-        """Waits until the oldest batch has finished, and distributes its results.
+        """Waits until the oldest batch has finished, then distributes its results.
 
         If the device computes asynchronously, the next batch is sent first.
         """
@@ -264,9 +265,9 @@ class Worker:
             self._end_died(oldest, result, in_flight)
 
     def _may_send(self, process: PooledProcess, number: int, *, is_free: bool) -> bool:
-        """Returns whether a model's next batch may be sent before the last one has finished.
+        """Returns whether a model's next batch may be sent before the previous one has finished.
 
-        A batch that is queued behind another must be full, because otherwise it could be formed
+        A batch that is queued behind another one must be full, because otherwise it could be formed
         later, when more items might have arrived. Idle processes have precedence.
         """
         queue = self._queues[number]
@@ -335,7 +336,7 @@ class Worker:
         self._count_failed(has_failed=done.has_failed)
 
     def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
-        """Requeues a batch whose process died. A process with several batches is counted once.
+        """Requeues a batch whose process died. A process with several batches counts only once.
 
         Args:
             others: the other batches on the same process.

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's chat API, with whole or streamed responses, and its errors.
+"""POST /v1/messages: Anthropic's chat API, with complete or streamed responses, and its errors.
 
 https://docs.claude.com/en/docs/build-with-claude/streaming
 https://docs.claude.com/en/api/errors
@@ -91,7 +91,7 @@ _FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config",
 }
-"""Chat fields that have a different name in a messages request."""
+"""Chat fields that have different names in a messages request."""
 
 _CONTEXT = re.compile(
     r"maximum context length is (\d+) tokens\. .*\((\d+) in the messages, (\d+) in the completion\)"
@@ -157,7 +157,7 @@ def _response(request: Request, error: PenstockError) -> Response:
 
 
 class MessageEvents:
-    """The response to one request, and its events.
+    """One request's response, and the events that stream it.
 
     Args:
         model: the model that generates the response.

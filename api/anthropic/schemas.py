@@ -18,7 +18,7 @@ from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 
 MAX_STOPS = 4
-"""Maximum number of stop sequences, the same as for a chat."""
+"""Maximum number of stop sequences, the same as for chats."""
 
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -64,7 +64,7 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """The model's reasoning before an earlier response, for chat templates that support it."""
+    """Reasoning that preceded an earlier response, for chat templates that support it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -177,7 +177,7 @@ class MessageTool(_Block):
 class MessageToolChoice(Body):
     """Whether the model may, must, or must not call a tool.
 
-    `any`: it must call one of the tools.
+    `any`: the model must call one of the tools.
     """
 
     type: Literal["auto", "any", "tool", "none"]
@@ -380,7 +380,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class AnthropicErrorReply(msgspec.Struct):
-    """The body of every error."""
+    """The body of every error response."""
 
     error: AnthropicError
     request_id: str | None = None

@@ -24,7 +24,7 @@ from shared.usage.writer import RowWriter
 
 
 def main() -> int:
-    """Runs until a signal arrives. Returns 0, or 1 if it could not start."""
+    """Runs until a signal arrives. Returns 0, or 1 if the process could not start."""
     exempt_loopback_from_proxies()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -22,7 +22,7 @@ from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Size of new answers, in bytes, that triggers a log before the second is up."""
+"""Total size of new answers, in bytes, at which they are logged before the second is up."""
 KEPT_BYTES = 16 * 1024 * 1024
 """Maximum size, in bytes, of logged answers kept in memory. Other answers are reread when needed.
 """
@@ -89,7 +89,7 @@ class AnswerLog:
 
     @property
     def is_due(self) -> bool:
-        """True if enough answers are waiting to be logged without further delay."""
+        """True if enough answers are waiting that they should be logged without further delay."""
         return self._new_bytes >= FLUSH_BYTES
 
     def add(self, number: int, answer: LineAnswer) -> None:
@@ -121,7 +121,10 @@ class AnswerLog:
             self._drop_logged()
 
     def _drop_logged(self) -> None:
-        """Keeps up to KEPT_BYTES of logged answers in memory. The last lines are needed last."""
+        """Keeps up to KEPT_BYTES of logged answers in memory.
+
+        The last lines are the last to be needed.
+        """
         if self._kept_bytes <= KEPT_BYTES:
             return
         for number in sorted(self._kept.keys() - self._new, reverse=True):

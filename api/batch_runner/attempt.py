@@ -31,7 +31,7 @@ NOT_RUN: dict[End, tuple[str, str]] = {
         "This request was not executed because the batch was canceled.",
     ),
 }
-"""Code and message for a line that was not run, keyed by the reason its batch ended."""
+"""Codes and messages for lines that were not run, keyed by the reason the batch ended."""
 LINES = Counter(
     "penstock_batch_lines_total",
     "Lines of finished batches, by result: completed, failed or not_run.",
@@ -63,7 +63,7 @@ class LineAttempt:
 
     @property
     def deadline_s(self) -> float:
-        """Unix time at which to stop work on the line, if it starts now."""
+        """Unix time at which to stop work on the line if it starts now."""
         longest_s = self.line.request.model.deadline.longest_s
         return min(self.batch.expires_at_s, time.time() + longest_s)
 
@@ -79,14 +79,14 @@ class LineAttempt:
 
     @property
     def operation(self) -> str:
-        """The name that lets budgets count the line only once."""
+        """The name that budgets use to count the line only once."""
         name = f"{group_of(self.batch, self.segment)}/{self.line.number}"
-        # Items that a run delivered count even if the run fails.
+        # Items that a run delivered are counted even if the run fails.
         return f"{name}-{self.number}" if self.line.request.is_run else name
 
     def build_request(self, inputs: Sequence[Input]) -> InferenceRequest:
         batch, line = self.batch, self.line
-        # If a line is computed twice, both rows must be identical, including their timestamps.
+        # If a line is run twice, both rows must be identical, including their timestamps.
         facts = RequestFacts(
             request_id=self.request_id,
             tenant=batch.tenant,

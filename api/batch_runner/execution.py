@@ -37,7 +37,7 @@ REPLY_LIMIT_S = 60.0
 """Time limit for encoding one line's images."""
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
-"""Extra time for this runner to read a run's outcome after the run's deadline has passed."""
+"""Extra time for this runner to read a run's outcome after the run's deadline."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
 """The run timings included in an answer. Other timings would be measured from the batch's creation.
 """
@@ -47,8 +47,8 @@ METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
 class LineExecutor:
     """Runs lines through the dispatcher, at `batch` priority.
 
-    Temporary failures are retried until the batch expires: a full instance, an unreachable broker,
-    a missed deadline, a worker that gave up. If the rest of a budget is reserved, the line is
+    Temporary failures (a full instance, an unreachable broker, a missed deadline, a worker that
+    gave up) are retried until the batch expires. If the rest of a budget is reserved, the line is
     retried when a request finishes. If the budget is spent, or if nothing makes progress while
     other batches wait, the line waits for its batch's next turn. An error in the line itself is
     final.
@@ -139,7 +139,7 @@ class LineExecutor:
     async def _open(
         self, attempt: LineAttempt, kind: type[LimitedRequest]
     ) -> AsyncGenerator[tuple[InferenceRequest, LimitedRequest]]:
-        """Yields an attempt's request, within the caller's limits."""
+        """Yields an attempt's request, subject to the caller's limits."""
         batch = attempt.batch
         request = attempt.build_request(await self._load_inputs(attempt))
         async with kind(
@@ -202,8 +202,8 @@ class LineExecutor:
             return await self.dispatcher.dispatch(request)
         except asyncio.CancelledError:
             if not request.is_run_again():
-                # Its rows are marked as charged here, even if an earlier process already charged
-                # them.
+                # The line's rows are marked as charged here, even if an earlier process already
+                # charged them.
                 limited.settle(request.price, [])
             raise
 
@@ -253,7 +253,7 @@ class LineExecutor:
         Outputs delivered by the run's steps are charged no matter how the run ends.
 
         Raises:
-            PenstockError: the run can't start. DeadlineExceeded: it did not finish.
+            PenstockError: the run can't start. DeadlineExceeded: the run did not finish.
         """
         async with self.predictions.creating(request, waits=True) as creation:
             # A run started by another process may have less time left.
@@ -261,7 +261,7 @@ class LineExecutor:
             try:
                 await creation.wait(until_s - time.time())
                 if creation.snapshot.record.awaits_receipts:
-                    # The process that canceled it is about to record its cost, or has died.
+                    # The process that canceled the run is about to record its cost, or has died.
                     creation.snapshot = await self.predictions.end(creation.snapshot)
             except asyncio.CancelledError:
                 if not request.is_run_again():
@@ -290,7 +290,7 @@ class LineExecutor:
 
 
 class _RunCanceled(PenstockError):
-    """A line's run was canceled. Unlike a request, it is not restarted."""
+    """A line's run was canceled. Unlike a request, the run is not restarted."""
 
     code = Canceled.code
 

@@ -46,7 +46,7 @@ class LineSplitter:
     the start of a line, as in concatenated files, is removed. At most one line is held in memory.
 
     Args:
-        longest_bytes: data in longer lines is dropped.
+        longest_bytes: maximum line length; data in longer lines is dropped.
         offset: number of bytes before the first line in the file.
     """
 
@@ -165,26 +165,29 @@ def custom_id_of(line: Line) -> str:
 
 
 def default_seed(batch: BatchCreated, number: int) -> int:
-    """Returns a seed for images that set none. The seed is the same each time a line is run."""
+    """Returns a seed for image requests that don't set one.
+
+    The seed is the same each time a line is run.
+    """
     digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
 def encode_answer(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
-    """Returns an output file line with an answer."""
+    """Returns a line for the output file, with an answer."""
     return _encode_response(batch, line, 200, request_id, body)
 
 
 def encode_failure(
     batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError
 ) -> bytes:
-    """Returns an error file line with the live route's response."""
+    """Returns a line for the error file, with the live route's response."""
     response = error_response(error)
     return _encode_response(batch, line, response.status_code, request_id, bytes(response.body))
 
 
 def encode_not_run(batch: BatchCreated, number: int, custom_id: str, code: str, why: str) -> bytes:
-    """Returns an error file line with the reason a request was not run."""
+    """Returns a line for the error file, with the reason a request was not run."""
     return _encode(batch, number, custom_id, error={"code": code, "message": why})
 
 

@@ -1,4 +1,4 @@
-"""Composes a batch's segments into its output file and its error file."""
+"""Composes a batch's segments into its output and error files."""
 
 from __future__ import annotations
 

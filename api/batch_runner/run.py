@@ -39,7 +39,7 @@ from shared.models.catalog import Catalog
 
 MAX_LINES = 50_000
 MAX_INPUTS = 50_000
-"""Maximum total number of texts or images in all lines, as in OpenAI's API."""
+"""Maximum total number of texts or images across all lines, as in OpenAI's API."""
 MAX_ERRORS = 100
 """Maximum number of errors reported. Reading stops once this many errors have been found."""
 SEGMENT_LINES = 1000

@@ -5,9 +5,9 @@ tenants are waiting than it can serve at once, it puts a batch back after each s
 to the tenant that has waited longest.
 
 A batch whose lines can't run now, for example because a budget is spent, yields to another batch.
-It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before the tenant's newer
-batches. The number of items in flight is limited per runner and shared equally among the runner's
-batches.
+It is checked again after increasingly long pauses, up to MAX_PAUSE_S, and runs before the tenant's
+newer batches. The number of items in flight is limited per runner and shared equally among the
+runner's batches.
 
 Leases keep runners from running the same lines (api/batch_runner/leases.py).
 
@@ -100,12 +100,12 @@ class _Held:
 
 @dataclass(slots=True)
 class _Patience:
-    """When to retry a batch that is held elsewhere, failed here or yielded."""
+    """When to retry a batch that is held elsewhere, failed here, or yielded."""
 
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """True if the batch yielded. A cancellation can then end it immediately."""
+    """True if the batch yielded. A cancellation can then end the batch immediately."""
 
     def wait(self, *, is_aside: bool) -> None:
         """Waits at least FIRST_PAUSE_S, and longer each time."""
@@ -183,7 +183,7 @@ class BatchRunner:
             if held is not None and held.id != batch.id:
                 others.setdefault(batch.owner, []).append(batch.id)
         for owner, held in self._held.items():
-            # IDs count down, so the oldest batch has the largest.
+            # IDs count down, so the oldest batch has the largest ID.
             held.is_next_due = is_contended or any(
                 batch_id > held.id for batch_id in others.get(owner, ())
             )
@@ -289,7 +289,7 @@ def _oldest_of_each(batches: Iterable[OpenBatch]) -> list[OpenBatch]:
 
 
 class _StoredResults:
-    """Prediction results in the object store that lines refer to."""
+    """Prediction results that lines refer to, in the object store."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
@@ -329,7 +329,7 @@ async def open_runner(
     *,
     lease_s: float = LEASE_S,
 ) -> AsyncIterator[BatchRunner]:
-    """Opens everything a runner needs. The caller runs it inside the block.
+    """Opens everything a runner needs. The caller runs the runner inside the block.
 
     Args:
         transport: connection to the broker, not yet open.

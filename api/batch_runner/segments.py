@@ -4,8 +4,8 @@ Lines start in order, within a window of items, and finish in any order, so a sl
 hold up the others. Segments are written in order, each as soon as it and all earlier segments are
 complete. Until then, answers are logged (api/batch_runner/answers.py).
 
-If a batch is canceled or expires, a runner that took over returns any of an earlier runner's
-answers that can still be found. The other lines are not run and cost nothing.
+If a batch is canceled or expires, a runner that took it over returns whatever answers from earlier
+runners it can still find. The other lines are not run and cost nothing.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class SegmentRun:
                 await self._start(index, line, answers, caller, progress)
 
     async def _open_segment(self, index: int, answers: AnswerLog) -> list[Line]:
-        """Opens a segment. Returns its lines that have no answer."""
+        """Opens a segment. Returns the segment's lines that have no answer."""
         if index >= self._begun:
             await self._tools.store.begin_segment(self._owner, self._batch.id, index)
         lines = await self._source.read(index)
@@ -319,7 +319,8 @@ class SegmentRun:
     async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
         """Writes complete segments.
 
-        If that failed, returns the error instead of raising it, because lines in flight continue.
+        If running it failed, returns the error instead of raising it, because lines in flight
+        continue.
         """
         try:
             await self._write_complete(answers)
@@ -379,7 +380,7 @@ class SegmentRun:
     async def _end_undone(
         self, line: Line, index: int, attempts: Mapping[int, int], *, is_started: bool
     ) -> LineAnswer:
-        """Returns an answer computed earlier, or records that the line was not run."""
+        """Returns an answer from an earlier run, or records that the line was not run."""
         with suppress(LineRefused):
             batch_line = read_line(line, self._batch, self._tools.catalog)
             # A flow run continues on its own, even if this runner started it.

@@ -1,7 +1,8 @@
 """Current limits of a batch's tenant and key, from the key directory.
 
 A batch may run for up to a day. If its budget is raised during that time, its lines continue. If
-the budget is lowered, they wait. Price, weight, and models are fixed when the batch is created.
+the budget is lowered, the lines wait. Price, weight, and models are fixed when the batch is
+created.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class CurrentTerms:
     """Reads the directory on demand. An async context manager that owns the store.
 
     Args:
-        store: the key directory. If None, keys are not required, and the limits at creation apply.
+        store: the key directory. If None, keys are not required, and the limits set at creation
+            apply.
         clock: monotonic seconds.
     """
 
@@ -83,8 +85,8 @@ class CurrentTerms:
                 if stored is None:
                     return
                 source = self._store.source
-                # For thousands of keys this takes tens of milliseconds, during which lines continue
-                # to run.
+                # With thousands of keys, this takes tens of milliseconds, during which lines
+                # continue to run.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._note_failure(str(error) or f"no response within {READ_LIMIT_S:g} s")

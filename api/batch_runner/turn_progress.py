@@ -18,8 +18,8 @@ class TurnProgress:
 
     Args:
         should_yield: returns whether another batch could run in place of this one.
-        attempts: number of failed attempts in lines' records, keyed by line number. They outlive
-            the turn, because the next turn would run into the same failures again.
+        attempts: number of failed attempts in lines' records, keyed by line number. These counts
+            outlive the turn, because the next turn would run into the same failures again.
     """
 
     def __init__(self, should_yield: Callable[[], bool], attempts: dict[int, int]) -> None:

@@ -47,7 +47,7 @@ class Share:
     async def take(self, items: int) -> None:
         """Waits until the items fit.
 
-        If the items exceed the whole share, they fit once nothing else is in flight.
+        If the items exceed the whole share, they are admitted once nothing else is in flight.
 
         Only one task per batch may call this.
         """

@@ -1,8 +1,8 @@
 """Enforces an exact limit on open batches per owner, even if many instances create batches at once.
 
-Admissions are objects with consecutive numbers. Each contains the IDs of all batches that are open
-after it, so the last one is the current state. An instance reads the last admission, drops finished
-batches, and writes the next number, which the store allows only one writer to do
+Admissions are objects with consecutive numbers. Each contains the IDs of all batches open after
+that admission, so the last one is the current state. An instance reads the last admission, drops
+finished batches, and writes the next number, which the store allows only one writer to do
 (`ObjectStore.create`). A slower writer starts over. A batch gets its marker before its admission,
 so a batch without a marker is finished.
 """
@@ -59,10 +59,10 @@ class Admissions:
                 there was no room to begin with.
 
         Returns:
-            True if the batch was admitted. If it was not, it may still have a marker.
+            True if the batch was admitted. If not, the batch may still have a marker.
 
         Raises:
-            Overloaded: other instances kept winning for MAX_S.
+            Overloaded: other instances kept winning the race for MAX_S.
             Unavailable: the object store is unreachable.
         """
         # Concurrent calls in one process would only compete for the numbers.

@@ -15,8 +15,8 @@ the last segment shows the batch's progress.
 
 Lines of several segments run at the same time, but segments are written in order. Until then, their
 responses are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
-runner stores the responses in a segment that it sets aside as a half segment. It ignores logs, so
-it runs those lines again.
+runner that sets a segment aside stores its responses as a half segment. It ignores logs, so it runs
+those lines again.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Counts(msgspec.Struct, omit_defaults=True):
     tokens: int = 0
     """Tokens read and generated."""
     output_tokens: int = 0
-    """Tokens generated, which are part of `tokens`. 0 for lines finished by a runner of release
-    0.1.0, as are the fields below.
+    """Tokens generated, which are part of `tokens`. Like the fields below, 0 for lines finished by
+    a release 0.1.0 runner.
     """
     cached_tokens: int = 0
     audio_seconds: int = 0
@@ -262,7 +262,7 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
 
 
 def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
-    """Returns a segment's bytes. `counts` covers all lines up to its end."""
+    """Returns a segment's bytes. `counts` covers all lines up to the segment's end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(line + b"\n" for line in lines) for lines in (outputs, errors))
@@ -285,7 +285,7 @@ def decode_answers_header(data: bytes) -> AnswersHeader:
 
 
 def decode_answers(data: bytes) -> dict[int, LineAnswer]:
-    """Reads an answer log. Returns its answers, keyed by line number."""
+    """Reads an answer log. Returns the log's answers, keyed by line number."""
     return _answers_decoder.decode(data[HEADER_BYTES:])
 
 

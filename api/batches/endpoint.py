@@ -1,4 +1,4 @@
-"""The part of an endpoint that batch lines share with the route, independent of HTTP."""
+"""The part of an endpoint, independent of HTTP, that batch lines share with the route."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.stores.objects import ObjectStore
 
 @dataclass(frozen=True, slots=True)
 class LineRequest:
-    """A validated batch line: what to compute, and the model to use."""
+    """A validated batch line: the work to do, and the model to use."""
 
     body: Body
     model: Model
@@ -52,7 +52,7 @@ class LineCaller:
     source_images: SourceImages
 
     def file_owner(self, field: str) -> ImageCaller:
-        """Returns the owner of the files in the line's field `field`. The files are not kept.
+        """Returns the owner of the files in the line's `field`. The files are not kept.
 
         Neither lines nor work on their files count toward per-minute limits.
         """
@@ -79,7 +79,7 @@ class ReplyTools:
     deadline_s: float
     """Unix time at which to stop work on a response."""
     price: ItemPrice
-    """The terms for charging for the line's items."""
+    """The terms under which the line's items are charged."""
     run_metrics: Mapping[str, Any] | None = None
     """A flow run's time, cost, and steps. None if this is not a flow."""
 
@@ -97,7 +97,7 @@ class Endpoint(ABC):
 
         Raises:
             pydantic.ValidationError: the body does not match its schema.
-            BadInput: the model can't compute it or does not exist.
+            BadInput: the model does not exist or can't process the line.
         """
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:

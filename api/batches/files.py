@@ -91,8 +91,8 @@ class BatchFiles:
     """All tenants' files.
 
     Args:
-        storage: keeps track of the bytes each tenant has stored. Outputs count but are never
-            rejected.
+        storage: keeps track of the bytes each tenant has stored. Outputs count toward that total
+            but are never rejected.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
@@ -159,8 +159,8 @@ class BatchFiles:
             limit: maximum number of files, up to PAGE.
             is_ascending: True to list the oldest files first.
             purpose: list only files with this purpose. Empty means all files.
-            models: list only uploads, and files written by batches that use these models. None
-                means all files.
+            models: list only uploads and files written by batches that use these models. None means
+                all files.
         """
         now_s, stored = time.time(), _documents_of(await self._list_stored(tenant))
 
@@ -240,8 +240,8 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            BadInput: the file belongs to a batch, is larger than `max_bytes`, or its data no longer
-                exists.
+            BadInput: the file belongs to a batch or is larger than `max_bytes`, or its data no
+                longer exists.
         """
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
@@ -296,7 +296,7 @@ class Upload:
         return self._writer.size_bytes
 
     async def write(self, data: bytes, *, is_batch: bool = False) -> None:
-        """Adds a piece. Set `is_batch` if the purpose is already known to be a batch.
+        """Adds a piece. Set `is_batch` if the file is already known to be for a batch.
 
         Raises:
             BadInput: the file is too large, or does not start like JSONL.
@@ -353,7 +353,7 @@ def _document_key(tenant: str, file_id: str) -> str:
 
 
 def _documents_of(stored: Sequence[StoredObject]) -> dict[str, StoredObject]:
-    """Returns file documents by file ID."""
+    """Returns file documents, keyed by file ID."""
     return {
         stored_object.key.split("/")[3]: stored_object
         for stored_object in stored

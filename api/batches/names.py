@@ -6,7 +6,7 @@
     batches/admissions/<owner>/<number>              which of them were admitted
 
 `<owner>` is a digest of the tenant, so one tenant's IDs can't lead to another tenant's objects. IDs
-begin with the creation time, counted down, so the newest one sorts first.
+begin with a creation timestamp that counts down, so the newest ID sorts first.
 """
 
 from __future__ import annotations

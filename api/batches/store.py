@@ -141,7 +141,7 @@ class BatchStore:
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
     async def read_cancelled_at_s(self, owner: str, batch_id: str) -> float:
-        """Returns when a batch was canceled (Unix time), or 0."""
+        """Returns the Unix time when a batch was canceled, or 0."""
         try:
             data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
         except BadInput:
@@ -149,7 +149,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """Returns open batches, for one owner or all, with each owner's newest first."""
+        """Returns open batches for one owner or all owners, newest first within each owner."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
         for stored_object in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
@@ -208,7 +208,7 @@ class BatchStore:
 
         Args:
             number: log number, from 0.
-            holder: runner ID, because two runners may use the same number.
+            holder: runner ID, which is needed because two runners may use the same number.
             counts: counts for all finished lines.
         """
         # Newest first, because readers of the counts need only the newest log.
@@ -229,7 +229,7 @@ class BatchStore:
         return logs[::-1]
 
     async def read_logged_answers(self, key: str) -> dict[int, LineAnswer]:
-        """Reads a log. Returns its answers, keyed by line number."""
+        """Reads a log. Returns the log's answers, keyed by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
         except BadInput:  # another runner already wrote out the log's lines and deleted it

@@ -3,7 +3,7 @@
 The dispatcher checks admission before it publishes. Tenants share each bound by weight
 (api/fair_room.py). The expected wait depends on how many items workers will run before the request,
 in fair order, and on the service rate (shared/models/service_rate.py). Estimates can be wrong, so a
-request is always admitted when nothing is in flight, so that the rate can be measured again.
+request is always admitted when nothing is in flight, which lets the rate be measured again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WaitEstimate(NamedTuple):
     None if items are in flight and the model's rate was not measured recently.
     """
     items_per_s: float | None
-    """The model's service rate. None if it was not measured recently."""
+    """The model's service rate. None if the rate was not measured recently."""
 
 
 class Admission:
@@ -146,11 +146,11 @@ class Admission:
         was_late: bool = False,
         took_s: float | None = None,
     ) -> None:
-        """Releases admitted items. Only items computed in time count toward the service rate.
+        """Releases admitted items. Only items finished in time count toward the service rate.
 
         Args:
             demand: the admitted demand, or part of it. All of its items are released together.
-            answered: True if a worker computed them in time.
+            answered: True if a worker finished them in time.
             was_late: True if their deadline passed without a result.
             took_s: how long the model took, in seconds.
         """
@@ -206,7 +206,7 @@ class Admission:
 
 
 class _Rooms:
-    """The rooms for both priorities."""
+    """The fair room for each priority."""
 
     def __init__(self, bound: float) -> None:
         self.interactive = FairRoom(bound)
@@ -228,7 +228,7 @@ def _describe_held(room: FairRoom, demand: Demand) -> str:
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
     """Returns how many items leave before the demand's last item.
 
-    The number is only exact if it exceeds `enough`.
+    The number is exact only if it exceeds `enough`.
     """
     if demand.priority == "batch":
         # This priority gets whatever time interactive work leaves free.
@@ -251,7 +251,7 @@ def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> fl
 
 
 def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: float) -> float:
-    """Returns how many items, at most all of them, must leave before `ahead` drops by `turns`.
+    """Returns how many items (at most all of them) must leave before `ahead` drops by `turns`.
 
     `ahead` shrinks with every item while the tenant has items in flight. After that, it shrinks
     only when others have fewer items left than were counted.

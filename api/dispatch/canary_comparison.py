@@ -1,4 +1,4 @@
-"""Compares canary results to the other revision's after the caller has received them.
+"""Compares canary results with the other revision's after the caller has received them.
 
 A share of the requests served by a canary is also sent to the other revision, at batch priority and
 without a tenant, so the caller neither waits for the comparison nor pays for it.
@@ -77,7 +77,7 @@ class CanaryComparisons:
     def consider(
         self, request: InferenceRequest, canary: Revision, response: InferenceResponse
     ) -> None:
-        """Starts a comparison of a canary's results for a share of requests.
+        """For a share of requests, starts a comparison of the canary's results.
 
         Args:
             request: the request, with the model named by the caller.

@@ -57,14 +57,14 @@ class Counters(Protocol):
         """Adds to both revisions' recent counts."""
 
     async def take_back(self, canary: Revision, reason: str) -> bool:
-        """Rolls the canary back. Returns whether it was still active."""
+        """Rolls the canary back. Returns whether the canary was still active."""
 
 
 class CanaryRouter:
     """Sends a share of requests to canaries. An async context manager that runs the refresh task.
 
     Args:
-        canary_store: state in Redis. This object opens and closes it.
+        canary_store: state in Redis. Opened and closed by this object.
         clock: monotonic seconds.
         withdrawals: already open. None means nothing is ever withdrawn.
     """
@@ -101,7 +101,7 @@ class CanaryRouter:
         """Returns the request routed to its model's canary or to the model itself.
 
         Raises:
-            ModelWithdrawn: the revision that would serve it is withdrawn.
+            ModelWithdrawn: the revision that would serve the request is withdrawn.
         """
         return self.to_revision(request, self._choose(request))
 
@@ -114,7 +114,7 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def find_given_up(self, name: str) -> Model | None:
-        """Returns the model with this name if no worker serves it anymore, or None if one may."""
+        """Returns the model with this name if no worker serves it anymore, or None if one might."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None
@@ -136,7 +136,7 @@ class CanaryRouter:
         return canary if _part_of(canary, key) < canary.canary.share else model
 
     def is_serving(self, canary: Revision) -> bool:
-        """Returns whether this instance sends the canary its share."""
+        """Returns whether this instance sends the canary its share of requests."""
         if self.withdrawals.is_withdrawn(canary):
             return False
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
@@ -169,7 +169,7 @@ class CanaryRouter:
         metrics.CANARY_SHARE.labels(canary.public_name).set(share)
 
     async def _is_good(self, canary: Revision) -> bool:
-        """Evaluates the canary if it is this instance's turn, and rolls it back if it is bad."""
+        """Evaluates the canary if it is this instance's turn, and rolls it back if it fails."""
         if not await self.canary_store.may_judge(canary):
             return True
         verdict = judge(await self.canary_store.counts(canary), canary.canary)

@@ -402,7 +402,7 @@ class Dispatcher:
         deadline_s: float,
         keys: Mapping[int, str | None],
     ) -> None:
-        """Cancels a job. If it has already finished, marks its results as unpaid.
+        """Cancels a job. If the job has already finished, marks its results as unpaid.
 
         Args:
             deadline_s: Unix time after which workers drop the job.
@@ -424,7 +424,7 @@ class Dispatcher:
     def _keep_in_memory(
         self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]
     ) -> None:
-        """Puts results into the in-memory cache. The worker fills Redis only after replying."""
+        """Puts results into the in-memory cache. The worker writes to Redis only after replying."""
         if not request.options.cache_write:
             return
         results, finished_at_s = dict[str, Result](), dict[str, float | None]()

@@ -137,7 +137,7 @@ class JobSender:
         `job.is_answered` with the reply.
 
         Raises:
-            DeadlineExceeded: no reply arrived in time, or the window had no room in time.
+            DeadlineExceeded: no reply arrived in time, or no room opened in the window in time.
             Unavailable: the broker or the object store is unreachable.
             PenstockError: the worker could not read the job, or its reply was malformed.
         """
@@ -169,12 +169,12 @@ class JobSender:
         read.
 
         Publish windows do not delay this job: it is durable, so it must not be lost if this
-        instance dies. Instead, once a tenant has many unfinished predictions, its new ones get
-        `batch` priority so that they do not run before other tenants' interactive requests.
+        instance dies. Instead, once a tenant has many unfinished predictions, its new predictions
+        get `batch` priority so that they do not run before other tenants' interactive requests.
 
         Args:
             waiter: receives the reply. None if the caller reads the record instead.
-            unfinished: the tenant's known number of unfinished predictions.
+            unfinished: the number of unfinished predictions that the tenant is known to have.
 
         Raises:
             Unavailable: the broker is unreachable. A record without a key was marked as failed.
@@ -260,7 +260,7 @@ class JobSender:
         return None if snapshot is None else snapshot.reply
 
     async def _without_large_sources(self, item: Item) -> Item:
-        """Returns the item to send, after moving sources that are too large to the object store."""
+        """Returns the item to send, after moving any oversized sources to the object store."""
         sources = item.input.sources
         if not sources:
             return item
@@ -290,7 +290,7 @@ class JobSender:
             raise
         except BadInput as error:
             job.is_sent = False
-            # The caller's input is already validated, so a rejection must be about the topics.
+            # The caller's input has already been validated, so a rejection must concern the topics.
             raise Unavailable(f"the broker rejected the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
@@ -304,7 +304,7 @@ class JobSender:
         options: RequestOptions,
         timeout_s: float,
     ) -> None:
-        """Completes the envelope and publishes the job in a span, the parent of the worker's span.
+        """Completes the envelope and publishes the job in a span: the parent of the worker's span.
 
         Sets the envelope's publish time, trace, and cache key.
         """
@@ -378,7 +378,7 @@ async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: floa
     deleted.
 
     Raises:
-        PenstockError: the broker did not accept it.
+        PenstockError: the broker did not accept the job.
     """
     try:
         await publisher.publish(

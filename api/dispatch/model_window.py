@@ -5,7 +5,7 @@ further jobs from one tenant delay all other tenants. Jobs beyond the window wai
 deadline within each tenant, and leave as replies arrive.
 
 - The size follows from Little's law: the workers' rate times how long a job may spend in the
-  window. That time covers the round trip to the broker, a short wait there, one running batch and
+  window. That time covers the round trip to the broker, a short wait there, one running batch, and
   one ready batch.
 - While the window has room, any job may leave. Among waiting jobs, the tenant with the smallest
   share of the window relative to its weight goes first.
@@ -14,16 +14,17 @@ deadline within each tenant, and leave as replies arrive.
 - Other instances report, through Redis, how many items they hold. A tenant's share is divided among
   instances in proportion to the tenant's items on each.
 
-This order counts items, which is coarse. Workers order the jobs they hold by work. With round robin
-here, a tenant with small items would get as many items as other tenants but less work.
+Ordering by item count is coarse. Workers order the jobs they hold by amount of work. With round
+robin here, a tenant with small items would get as many items as other tenants but less work.
 
 Each instance has a leased field in a hash per model and priority. A dead instance is forgotten when
 its leases expire. Requests never wait for Redis. While Redis is unreachable, the last known state
 applies until the lease expires. After that, each instance stays within the service rate that it
 measured itself, which is its share of the workers' rate.
 
-An instance without work for a model does not report on that model. Its pauses are proportional to
-the number of instances, so the load on Redis does not grow with the square of that number.
+An instance without work for a model does not report on that model. The pauses of each instance are
+proportional to the number of instances, so the load on Redis does not grow with the square of that
+number.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class ModelWindow:
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing is published or waiting."""
+        """Returns whether there are no published or waiting jobs."""
         return not self._tenants
 
     @property
@@ -440,7 +441,7 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Reports and reads the state, once, of each model with current or recent work here."""
+        """Reports and reads, once, the state of each model with current or recent work here."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()

@@ -112,7 +112,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """Returns `ok` after a round trip through the broker on both topics, or the problem."""
+        """Returns `ok` after a round trip through the broker on both topics, or what went wrong."""
         reasons = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in reasons if reason != "ok"), "ok")
 

@@ -94,7 +94,7 @@ START_LIMIT_S = 10.0
 MAX_MESSAGES = 1000
 """Maximum unacknowledged messages per subscription.
 
-Once a quarter of this number are waiting, acks are sent without any further pause.
+Once a quarter of this many acks are waiting, they are sent without any further pause.
 """
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
@@ -116,7 +116,7 @@ class InboxLost(Unavailable):
 class InboxLease:
     """An inbox held by this instance.
 
-    `keep` runs while it is held and raises InboxLost afterwards.
+    `keep` runs while the inbox is held and raises InboxLost afterward.
     """
 
     inbox: str
@@ -448,7 +448,7 @@ class ReplyInbox:
     async def __aenter__(self) -> Self:
         """Opens the inbox.
 
-        Continues without one (not ready) if it can't get one within START_LIMIT_S.
+        Continues without an inbox (not ready) if it can't get one within START_LIMIT_S.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holding = asyncio.create_task(self._hold_forever(ready))

@@ -4,9 +4,9 @@ Predictions are inference requests too. The state holds the items, the jobs, and
 far.
 
 Single flight: identical items in concurrent requests are computed once. The first request for an
-item leads it. Later requests with the same cache key are coalesced with it and wait for the same
-outcome. An item exists as long as a request is waiting for it. If its leader gives up or runs out
-of time, the item is abandoned, and requests that still have time restart it.
+item becomes its leader. Later requests with the same cache key are coalesced with it and wait for
+the same outcome. An item exists as long as a request is waiting for it. If its leader gives up or
+runs out of time, the item is abandoned, and requests that still have time restart it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from shared.stores.cache import Hit, Owed, cache_key, compute_owed
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
-"""Header that names the revision that computed the results. It lists several if a canary computed
-only some of them.
+"""Header that names the revision that computed the results. It lists several revisions if a canary
+computed only some of the results.
 """
 
 
@@ -95,7 +95,7 @@ class NewRecord:
     prediction: Prediction
     """The prediction's document."""
     keep_s: int | None
-    """How many seconds to store the prediction after it finishes, from the tenant's plan. None
+    """How many seconds to store the prediction after it finishes, as set by the tenant's plan. None
     means the default.
     """
     is_keyed: bool
@@ -118,7 +118,7 @@ class InferenceRequest:
     """Unix time, within the model's maximum deadline."""
     options: RequestOptions
     is_repeatable: bool = True
-    """True if equal inputs produce equal results.
+    """True if identical inputs produce identical results.
 
     If not, items are neither cached nor coalesced.
     """
@@ -132,7 +132,7 @@ class InferenceRequest:
 
     @property
     def new_record(self) -> NewRecord:
-        """The record to create. Available only for requests that have one."""
+        """The record to create. Available only for requests with a record."""
         assert self.record is not None, "only valid for requests with a record; this is a bug"
         return self.record
 
@@ -190,7 +190,7 @@ class InferenceRequest:
     def counts_toward_slo(self) -> bool:
         """Returns whether the SLO applies.
 
-        It does not at `batch` priority or with a shorter deadline.
+        It does not apply at `batch` priority or with a shorter deadline.
         """
         options = self.options
         limits_s = (options.deadline_s, options.queue_limit_s, options.cancel_after_s)
@@ -231,7 +231,7 @@ class InferenceResponse:
     outcomes: Sequence[ItemOutcome]
     queue_ms: float
     price: ItemPrice
-    """The terms for charging for the items."""
+    """The terms under which the items are charged."""
     revision: str
     """The revision that computed the response."""
     error: PenstockError | None = None
@@ -267,7 +267,7 @@ class InferenceResponse:
 
         Times come from the slowest item, because items run in parallel. The cache status is `hit`,
         `miss`, or `joined` if it is the same for all items, and `partial` otherwise. Device time
-        and cost are sums.
+        and cost are summed.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
         batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
@@ -304,7 +304,7 @@ def _cache_of(receipts: Sequence[Receipt]) -> str:
 
 
 def headers_of_run(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> dict[str, str]:
-    """Returns a flow's response headers: its cost, and the cache status over all items."""
+    """Returns a flow's response headers: its cost, and the cache status across all items."""
     priced = [(prediction.price_of(outcome), outcome) for outcome in outcomes]
     usd = sum(cost_usd(price, outcome) for price, outcome in priced if price is not None)
     return {
@@ -372,12 +372,12 @@ class InFlightItem:
 
     item: Item
     completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
-    """None as the result means the item was abandoned."""
+    """A result of None means the item was abandoned."""
     waiters: int = 0
     """Number of request items waiting for this item."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
-    """True if the leader does not pay for the item, because it is gone or its request failed. The
+    """True if the leader does not pay for the item, because it has left or its request failed. The
     first request that receives the result pays for all of it.
     """
     is_taken_over: bool = False
@@ -491,7 +491,7 @@ class RequestState:
         """Returns the index of a job with these items.
 
         Args:
-            number: how many of the request's jobs precede it.
+            number: how many of the request's jobs precede this one.
         """
         if not self.request.facts.batch_id or len(items) == len(self.items):
             return number

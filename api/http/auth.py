@@ -1,4 +1,4 @@
-"""Authenticates and authorizes requests. Routes under /v1 do this first.
+"""Authenticates and authorizes requests. Routes under /v1 run these checks first.
 
 - Keys: requests read an in-memory snapshot of the key directory (api/http/key_refresh.py).
 - Scopes: each endpoint declares the scope that a key needs (api/http/router.py).
@@ -214,7 +214,7 @@ class OpenOnLoopback:
     """None, because without keys there is nothing to administer."""
 
     def budgets(self) -> frozenset[BudgetHolder]:
-        """Empty, because tenants do not have plans without keys."""
+        """Empty, because without keys, tenants do not have plans."""
         return frozenset()
 
     async def refresh(self) -> None:
@@ -260,7 +260,7 @@ class Access(Protocol):
         ...
 
     def keys_status(self) -> str:
-        """`ok`, `not required`, or the reason why keys can't be checked."""
+        """`ok`, `not required`, or the reason keys can't be checked."""
         ...
 
     @property
@@ -305,7 +305,7 @@ class ApiKeys:
     """Admits callers by their API keys.
 
     Args:
-        directory: key directory. This object opens and closes it.
+        directory: key directory. Opened and closed by this object.
         clock: Unix seconds.
     """
 
@@ -348,7 +348,7 @@ class ApiKeys:
         raise TenantFrozen(_FROZEN) if state == "frozen" else denial
 
     async def meet(self, headers: RawHeaders) -> None:
-        """Looks up the key in these headers if it is not known yet, for a limited time.
+        """Looks up the key in these headers if it is not known yet, within a time limit.
 
         The key may have just been created, or its secret may have just been rotated.
         """
@@ -361,7 +361,7 @@ class ApiKeys:
             await self.directory.look_again(key)
 
     def keys_status(self) -> str:
-        """`ok`, or the reason why keys can't be checked."""
+        """`ok`, or the reason keys can't be checked."""
         return self.directory.status()
 
     @property

@@ -1,4 +1,4 @@
-"""The app's services. The lifespan opens them and stores them in the app's state.
+"""The app's services. The lifespan opens the services and stores them in the app's state.
 
 Endpoints declare the services they need as parameters (api/http/injection.py).
 """

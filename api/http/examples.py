@@ -2,7 +2,7 @@
 
 The keys in examples.json are schema names, methods with a path, such as `GET /v1/hardware`, and
 required parameters, such as `{file_id}`. A media type other than JSON follows the path. A parameter
-that has a special value on a path is preceded by the path.
+that has a special value on one path is preceded by that path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _JSON = "application/json"
 
 
 def add_examples(page: Described) -> None:
-    """Adds the examples to an OpenAPI document. A schema that has an example keeps it."""
+    """Adds the examples to an OpenAPI document. A schema that already has an example keeps it."""
     text = resources.files("api.http").joinpath("examples.json").read_text(encoding="utf-8")
     examples: Described = json.loads(text)
     schemas = page["components"]["schemas"]

@@ -36,7 +36,7 @@ class Inference:
     ) -> AsyncGenerator[InferenceResponse]:
         """Computes `inputs`. The block builds the response from the results.
 
-        The request is charged if the block exits without an error. Rows, response headers and
+        The request is charged if the block exits without an error. Rows, response headers, and
         budgets all agree.
 
         Args:
@@ -45,7 +45,7 @@ class Inference:
 
         Raises:
             PenstockError: an item failed, or the request was rejected. RateLimited: the plan
-                rejected it.
+                rejected the request.
         """
         context = call.context
         due_s = call.answer_by_s(model)
@@ -71,7 +71,7 @@ class Inference:
         """Returns a worker's results for `inputs`, from which the call's items are built.
 
         This step is free. Its work counts toward the per-minute limits as part of the request, even
-        if the request is rejected afterwards. The rows for this step have a separate ID.
+        if the request is rejected afterward. The rows for this step have a separate ID.
 
         Raises:
             PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
@@ -131,7 +131,7 @@ class Inference:
         """Returns the owner of the files in a body field.
 
         Args:
-            quota: the tenant's storage quota, with the field named in errors.
+            quota: the tenant's storage quota, including the field name to use in errors.
             deadline_s: Unix time at which to stop work on the files.
             keep_s: how long to keep a file that belongs to the request, in seconds.
         """

@@ -72,7 +72,7 @@ def open_call(request: Request) -> ModelCall:
 
 
 def inject(endpoint: Endpoint) -> Endpoint:
-    """Returns an endpoint that takes the request and the path and query values.
+    """Returns an endpoint that takes the request, along with path and query values.
 
     It passes the remaining parameters to `endpoint`, by type.
     """
@@ -108,7 +108,7 @@ def inject(endpoint: Endpoint) -> Endpoint:
 
 
 def injectable(kind: type[T]) -> type[T]:
-    """Marks a class whose constructor takes only calls, services and other injectable classes."""
+    """Marks a class whose constructor takes only calls, services, and injectable classes."""
     _injectable.add(kind)
     return kind
 

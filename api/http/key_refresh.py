@@ -63,7 +63,7 @@ class LiveDirectory:
     """A store's latest valid directory. An async context manager that runs the refresh task.
 
     Args:
-        store: the directory's store. This object opens and closes it.
+        store: the directory's store. Opened and closed by this object.
         clock: monotonic seconds.
         served: models that plans and keys may name. A file that names any other model is invalid.
             In Redis, changes were checked when they were made, so if a name is missing from the
@@ -134,7 +134,10 @@ class LiveDirectory:
         return self._directory.budgets
 
     def status(self) -> str:
-        """Returns `ok` if keys can be checked, or a public reason. Details are logged."""
+        """Returns `ok` if keys can be checked, or a reason that may be made public.
+
+        Details are logged.
+        """
         if self.current() is not None:
             return "ok"
         return self._failure.public_message if self._failure else "not loaded yet"
@@ -175,8 +178,8 @@ class LiveDirectory:
                 document = await self.store.read(self._version)
             self._current_s = self._clock()
             if document is not None:
-                # For thousands of keys this takes tens of milliseconds, and requests continue to be
-                # served.
+                # With thousands of keys, this takes tens of milliseconds, and requests continue to
+                # be served.
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
                 self._stored, self._copied_s = document, -math.inf

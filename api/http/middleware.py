@@ -2,11 +2,11 @@
 
 This is plain ASGI, because middleware that wraps responses costs more than a cache hit. It limits
 the memory and connections that request bodies may occupy, in total and per tenant. A request's span
-(`receive`) lasts from its arrival until the response ends. It does not include the URL, query or
-headers, because callers put texts and keys there by mistake.
+(`receive`) lasts from its arrival until the response ends. It does not include the URL, query, or
+headers, because callers put text and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads always has many chunks
-ready, and at each `await`, every other request would otherwise wait for all of them. For this
+ready, and without turns, every other request would wait for all of them at each `await`. For this
 reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A single
 tenant loses nothing, because iterations of an idle loop are short.
 """
@@ -43,7 +43,7 @@ MAX_SHARE = 0.75
 """Maximum share of a limit that one tenant may use. The rest is left for other tenants."""
 
 UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
-"""Paths that are not traced, because most traces of an idle service would be probes."""
+"""Paths that are not traced, because most traces of an idle service would be of probes."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Methods named in spans. OpenTelemetry's conventions use `_OTHER` for any other method."""
 
@@ -56,7 +56,7 @@ FULL_RETRY_S = 1.0
 """Retry-After for a request that is rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """Time limit for a body: this many seconds, plus the time to receive its bytes at this rate. Cuts
-off clients that send at a trickle.
+off clients that send data at a trickle.
 """
 CLIENT_GONE = 499
 """Status in logs and rows if the caller hung up, as in nginx."""
@@ -179,7 +179,7 @@ def _method(scope: Scope) -> str:
 class RequestContext:
     """Facts about a request.
 
-    The middleware creates them; routes add the tenant, model, and headers.
+    The middleware creates these facts; routes add the tenant, model, and headers.
     """
 
     shown_id: str
@@ -240,7 +240,7 @@ class ContextMiddleware:
         exchange = _Exchange(scope, receive, send, self._bodies)
         with metrics.REQUESTS_OPEN.track_inprogress():
             try:
-                # Done before the route, because none of this depends on the caller.
+                # Done before the route runs, because none of this depends on the caller.
                 await scope["app"].state.dependencies.access.meet(scope["headers"])
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as error:

@@ -1,8 +1,8 @@
 """Parts of the OpenAPI document: headers, parameters, request bodies, and responses.
 
-`Router` (api/http/router.py) combines them for each endpoint. A new status in
-api/errors.py needs a description in _DESCRIPTIONS and an entry in the `errors` of every endpoint
-that can return it.
+`Router` (api/http/router.py) combines these parts for each endpoint. A new status in api/errors.py
+needs a description in _DESCRIPTIONS and an entry in the `errors` of every endpoint that can return
+it.
 """
 
 from __future__ import annotations
@@ -316,10 +316,10 @@ def add_event_stream(answers: Responses) -> Responses:
 
 
 def inference_responses(answers: Responses, error: Schema) -> Responses:
-    """Returns an inference endpoint's responses, with errors in the format `error`."""
+    """Returns an inference endpoint's responses, with errors in the `error` format."""
     responses = answers | errors_as(error, *_INFERENCE_ERRORS)
     responses[422]["description"] = "This `Idempotency-Key` was used for a different request."
-    # Even if some of a request's items fail, the others were computed and are reported.
+    # Even if some of a request's items fail, the others were still computed and are reported.
     computed = references(*_OF_INFERENCE)
     for status in (*answers, *_INFERENCE_ERRORS):
         headers = computed | responses[status]["headers"]
@@ -346,7 +346,7 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def errors_as(error: Schema, *statuses: int) -> Responses:
-    """Returns errors in the format `error`. A 401 covers the other errors a key can cause."""
+    """Returns errors in the `error` format. A 401 covers the other errors a key can cause."""
     if 401 in statuses:
         statuses = (*statuses, 403, 503)
     media_type = "application/problem+json" if error is Problem else "application/json"

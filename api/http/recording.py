@@ -68,7 +68,7 @@ class Recording:
         own_id: str = "",
         **shown: Any,
     ) -> InferenceRequest:
-        """Returns the request for a prediction with the inputs `read`.
+        """Returns the request for a prediction with `read` as its inputs.
 
         Args:
             model: the model that runs the prediction.
@@ -166,7 +166,7 @@ class Recording:
 
         Raises:
             PenstockError: as raised by `Inference.compute`. For a flow: the flow failed, or as
-                raised by `create`. DeadlineExceeded: it took too long.
+                raised by `create`. DeadlineExceeded: the run took too long.
         """
         if isinstance(served, Flow):
             request = await run_request()

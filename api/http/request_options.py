@@ -181,7 +181,7 @@ def _prefer(text: str) -> dict[str, Any]:
     """Parses `Prefer` (RFC 7240). The first value counts. Unknown preferences are ignored."""
     for match in filter(None, (_WAIT.fullmatch(part.strip()) for part in text.split(","))):
         seconds = match[1]
-        # Checks the number of digits before parsing, because it is unlimited.
+        # Checks the number of digits before parsing, because callers may send any number of them.
         return {
             "wait_s": MAX_WAIT_S
             if seconds is None or len(seconds) > 4

@@ -57,7 +57,7 @@ _PASSED_ON = frozenset(
 class Declared(TypedDict, total=False):
     """An endpoint. Errors implied by the other fields don't need to be listed.
 
-    The implied errors are 401 with a scope; 400, 408 and 413 with a body; 404 with a path
+    The implied errors are 401 with a scope; 400, 408, and 413 with a body; 404 with a path
     parameter; and all inference errors if the endpoint takes a ModelCall.
     """
 
@@ -71,7 +71,7 @@ class Declared(TypedDict, total=False):
     takes: tuple[str, ...]
     """Additional request headers."""
     query: list[Described]
-    """Parameters that the endpoint reads from the query itself."""
+    """Query parameters that the endpoint reads itself."""
     reply: type[msgspec.Struct]
     reply_text: str
     headers: tuple[str, ...]
@@ -80,11 +80,11 @@ class Declared(TypedDict, total=False):
     """True if the response can also be a stream of events."""
     errors: tuple[int, ...]
     conflict: str
-    """The reason it returns a 409."""
+    """The reason the endpoint returns a 409."""
     responses: Responses
     """All responses, if errors are not implied by the other fields."""
     lines: LineEndpoint
-    """Computes batch lines with the same body."""
+    """Runs batch lines that have the same body."""
     answers: Responses
     """Successful responses, used instead of a 200 with `reply`."""
     status_code: int

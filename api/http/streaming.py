@@ -48,7 +48,7 @@ def answer_events(
 
 
 def answer_head() -> Response:
-    """Returns the response to a HEAD request for events, which would never end."""
+    """Returns the response to a HEAD request for an event stream, whose body would never end."""
     return Response(headers=_HEADERS, media_type=EVENTS_TYPE)
 
 

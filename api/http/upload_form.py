@@ -45,7 +45,7 @@ _TRUE = ("true", "1", "on", "t", "y", "yes")
 
 
 def plain_disposition(header: bytes) -> bytes:
-    """Returns a Content-Disposition with the file name as plain UTF-8 in `filename`.
+    """Returns a Content-Disposition header with the file name as plain UTF-8 in `filename`.
 
     Clients send non-ASCII names either in `filename*` (RFC 8187), sometimes along with a `filename`
     for old servers, or as an encoded word (RFC 2047).

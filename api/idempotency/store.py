@@ -1,8 +1,8 @@
 """Stores idempotent requests' claims and responses in Redis, for all instances.
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
-(of the request that computes the response) and `answer` (the response). A claim is valid as long as
-its instance keeps renewing the lease. One call renews all of an instance's leases. Only Redis's
+(of the request that computes the response), and `answer` (the response). A claim is valid as long
+as its instance keeps renewing the lease. One call renews all of an instance's leases. Only Redis's
 clock is used, so instances' clocks don't need to agree.
 
 Entries do not have a TTL, because a full Redis server evicts keys with a TTL (volatile-lru), and
@@ -60,7 +60,7 @@ class IdempotencyStore(RedisStore):
     An async context manager that opens quickly, with or without Redis.
 
     Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL.
+        redis_url: `redis://`, `rediss://`, or `unix://` URL.
         keep_s: how long to store a response, in seconds.
         lease_s: seconds until a claim that is not renewed expires.
         prefix: prefix for every key, so that several deployments can share one Redis.
@@ -116,7 +116,7 @@ class IdempotencyStore(RedisStore):
         return cast(bytes, stored)
 
     async def release(self, name: str, claim: str) -> None:
-        """Releases a claim without a response. The next request with the key computes it.
+        """Releases a claim without a response. The next request with the key computes the response.
 
         Raises:
             Unavailable: Redis did not respond. The claim expires with its lease.

@@ -1,10 +1,10 @@
 """Messages between the API and a codec process: MessagePack followed by image data.
 
-A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
-image data, which is never copied into a struct. The API sends a command (PrepareSource,
-PrepareMask, EncodeImage or CompareImages). The process replies with HeaderRead, waits for Proceed,
+A frame consists of two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below,
+and the image data, which is never copied into a struct. The API sends a command (PrepareSource,
+PrepareMask, EncodeImage, or CompareImages). The process replies with HeaderRead, waits for Proceed,
 which is sent once there is room for the image, and then replies with SourcePrepared, MaskPrepared,
-ImageEncoded or ImagesCompared. CodecError may replace any of these replies.
+ImageEncoded, or ImagesCompared. CodecError may replace any of these replies.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
 
 class CompareImages(msgspec.Struct, tag="compare"):
-    """Compares two PNGs. The first is `first_bytes` bytes long, and the second follows it."""
+    """Compares two PNGs. The first image is `first_bytes` bytes long, and the second follows it."""
 
     first_bytes: int
 
@@ -92,7 +92,7 @@ class HeaderRead(msgspec.Struct, tag="opened"):
 
 
 class SourcePrepared(msgspec.Struct, tag="prepared"):
-    """The source image follows, a PNG of this size.
+    """The source image follows: a PNG of this size.
 
     `file_size` is the upright size of the image in the file.
     """
@@ -103,7 +103,7 @@ class SourcePrepared(msgspec.Struct, tag="prepared"):
 
 
 class MaskPrepared(msgspec.Struct, tag="masked"):
-    """The mask follows, a gray PNG: 255 is redrawn, 0 keeps the source."""
+    """The mask follows: a gray PNG in which 255 is redrawn and 0 keeps the source."""
 
 
 class ImageEncoded(msgspec.Struct, tag="encoded"):

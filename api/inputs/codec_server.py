@@ -6,7 +6,7 @@ and may take any amount of memory. This process can be killed at a deadline, has
 than the event loop, has kernel limits on memory and CPU time, and does not have the API's settings
 or secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
 
-A command decodes, resizes or encodes an image with Pillow in bounded memory: it first reads the
+A command decodes, resizes, or encodes an image with Pillow in bounded memory: it first reads the
 header, and then reserves as much memory as the rest may need.
 """
 
@@ -82,8 +82,8 @@ _REFUSED = (
 """The leading bytes of unsupported file types, with the types' names."""
 _MAX_PROFILE_BYTES = 4 * 1024 * 1024
 REDUCING_GAP = 3
-"""Images are averaged in boxes down to three times the target size and then resampled, as for
-thumbnails.
+"""Images are box-averaged down to three times the target size and then resampled, as thumbnails
+are.
 """
 EQUAL_DB = 100.0
 """The ratio reported for equal images, for which the formula is undefined."""
@@ -121,7 +121,9 @@ Critical chunks begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk
 """
 _TO_8_BITS = [(value * 255 + 32767) // 65535 for value in range(65536)]
 _DEPTHS = {"L;2": 3, "L;4": 15}
-"""Maximum sample value of PNGs whose samples Pillow stretches to 8 bits, by Pillow's mode name."""
+"""Maximum sample value of PNGs whose samples Pillow stretches to 8 bits, keyed by Pillow's mode
+name.
+"""
 _INNER_HALF = [max(0, 2 * level - 255) for level in range(256)]
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -139,7 +141,7 @@ _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
 
 Lower markers are reserved. libjpeg rejects them between segments. In coded data with restart
 intervals, it drops them without a length and continues after them (jpeg_resync_to_restart in
-jdmarker.c). In coded data, a byte 0xFF is followed by zero.
+jdmarker.c). In coded data, a 0xFF byte is followed by a zero byte.
 """
 _END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
 
@@ -299,7 +301,7 @@ def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
 
 
 def _compute_padded_bytes(size: tuple[int, int], padding: Padding) -> int:
-    """Returns the memory, in bytes, for an image including its padding."""
+    """Returns the memory, in bytes, needed for an image including its padding."""
     if padding == UNPADDED:
         return 0
     left, above, right, below = padding
@@ -377,7 +379,7 @@ def _mask_in(
                 f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
             )
         levels = _levels(image, command.redraws)
-        # Resize each pixel's share, so that full pixels stay full.
+        # Resize each pixel's level, so that fully masked pixels stay fully masked.
         mask = levels.resize(_swap_if_sideways(size, image), Image.Resampling.BOX)
         turn = _TURNS.get(_orientation(image))
         return mask if turn is None else mask.transpose(turn)
@@ -475,7 +477,7 @@ def _without_metadata(data: bytes) -> bytes:
 
 
 def _is_profile(chunk: bytes) -> bool:
-    """True if an iCCP chunk can be read: a name, 0, a method, and a profile compressed by zlib."""
+    """True if an iCCP chunk can be read: a name, 0, a method, and a zlib-compressed profile."""
     name, _, packed = chunk.partition(b"\0")
     if not 0 < len(name) < 80:
         return False
@@ -488,7 +490,7 @@ def _is_profile(chunk: bytes) -> bool:
 
 
 def _scale_transparent_color(image: Image.Image) -> None:
-    """Adjusts a PNG's transparent color (tRNS) to the depth its pixels will have.
+    """Adjusts a PNG's transparent color (tRNS) to the bit depth its pixels will have.
 
     Raises:
         _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps eight of those bits, so other
@@ -647,7 +649,7 @@ def _save(image: Image.Image, output_format: str, **options: int) -> bytes:
 
 
 def main() -> int:
-    """Serves the socket with the file descriptor in the argument, until the API closes it."""
+    """Serves the socket whose file descriptor is the argument, until the API closes it."""
     # The API handles signals to the process group (Ctrl-C, SIGTERM): it drains, then closes the
     # socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -101,7 +101,7 @@ class ControlFields(Body):
 
     @property
     def part(self) -> tuple[float, float]:
-        """Fraction of the steps, from 0 to 1, at which the control starts and stops guiding."""
+        """Fractions of the steps, from 0 to 1, at which the control starts and stops guiding."""
         start, end = self.control_guidance_start, self.control_guidance_end
         return 0.0 if start is None else start, 1.0 if end is None else end
 

@@ -30,7 +30,9 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 REFERENCE_SIDE = 1024
-"""Side length of a square with a reference image's maximum pixel count. Encoders read 224 x 224."""
+"""Side length of a square with a reference image's maximum pixel count. Encoders read 224 x 224
+pixels.
+"""
 COMPARER = "penstock-canary"
 """The tenant under which comparisons are queued."""
 BASE64_CHUNK = 256 * 1024
@@ -143,7 +145,8 @@ class ImageCodec:
             data: a file in one of the formats listed in codec_server.py, with the same dimensions
                 as the source file. If empty, only the padding is redrawn.
             source: the source image to which the mask applies.
-            blur: how far the edge is softened inward: standard deviation of a Gaussian, in pixels.
+            blur: how far the edge is softened inward, as the standard deviation of a Gaussian, in
+                pixels.
             deadline_s: Unix time at which to stop the work.
             tenant: the tenant who sent the file. Tenants take turns.
             padding: the source's padding, which is always redrawn.
@@ -151,8 +154,8 @@ class ImageCodec:
         Raises:
             BadInput: the file is not an image in a supported format, has different dimensions, or
                 masks nothing.
-            InputTooLarge: as in `prepare_source`, which also describes Overloaded, DeadlineExceeded
-                and Unavailable.
+            InputTooLarge: as in `prepare_source`, which also describes Overloaded,
+                DeadlineExceeded, and Unavailable.
         """
         command = PrepareMask(source.size, source.file_size, redraws, blur, padding)
         try:

@@ -135,7 +135,7 @@ class ImageDraft:
         return await self._adapt(first)
 
     async def store(self, first: ImageInput) -> ImageInput:
-        """Returns an image ready for a message, with large sources moved to the object store.
+        """Returns an image ready for sending, with large sources moved to the object store.
 
         Raises:
             Unavailable: the object store is unreachable.

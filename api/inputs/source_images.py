@@ -156,7 +156,7 @@ class SourceImages:
     async def fetch_elsewhere(
         self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
     ) -> dict[str, FetchedInput]:
-        """Fetches files from other servers concurrently, each only once.
+        """Fetches files from other servers concurrently, each of them only once.
 
         Args:
             wanted: each file's URL and field.
@@ -305,7 +305,10 @@ class SourceImages:
         return f"{caller.base_url}/v1/files/{stored_file.id}"
 
     async def store_large_source(self, source: Blob) -> Blob:
-        """Returns the source ready for a message. A large source is moved to the object store."""
+        """Returns the source, ready to send in a message.
+
+        A large source is moved to the object store.
+        """
         return await store_if_large(source, self._objects)
 
 

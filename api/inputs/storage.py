@@ -43,7 +43,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
-"""Replicate keeps files for the same amount of time, and so does the bucket for objects under
+"""Replicate keeps files for the same amount of time, as does the bucket, for objects under
 `files/`.
 """
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
@@ -165,7 +165,7 @@ class Storage:
         """Each owner's last listing."""
 
     def quota_of(self, caller: Caller, field: str) -> StorageQuota:
-        """Returns the storage quota for a caller's tenant. Errors about the quota name `field`."""
+        """Returns the storage quota for a caller's tenant. Quota errors mention `field`."""
         own_bytes = caller.plan.storage_max_bytes
         max_bytes = self._tenant_max_bytes if own_bytes is None else own_bytes
         return StorageQuota(caller.tenant, max_bytes, field)

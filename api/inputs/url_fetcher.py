@@ -57,8 +57,8 @@ MAX_BYTES = 64 * 1024 * 1024
 """Same limit as for uploaded files."""
 MAX_REDIRECTS = 5
 MAX_AT_A_TIME = 16
-"""Maximum concurrent fetches on this instance. Each fetch uses one object writer's memory. A tenant
-gets at most half of the fetches.
+"""Maximum concurrent fetches on this instance. Each fetch uses as much memory as one object writer.
+A tenant gets at most half of the fetches.
 """
 IDLE_LIMIT_S = 10.0
 """Maximum pause between two chunks of a body."""
@@ -121,7 +121,7 @@ class _Download(NamedTuple):
     quota: StorageQuota
     """The tenant's quota.
 
-    The quota does not name a field, because requests sharing the download may use different fields.
+    The quota has no field name, because requests sharing the download may use different fields.
     """
     url: str
     rules: FileRules
@@ -157,7 +157,7 @@ class UrlFetcher:
     """Fetches files by URL.
 
     Args:
-        settings: specifies allowed hosts and networks, and the time limit per request.
+        settings: allowed hosts and networks, and the time limit per request.
         storage: stores fetched files within their tenant's quota.
         resolve: returns all addresses of a host and port.
 
@@ -197,7 +197,7 @@ class UrlFetcher:
         """Returns the Unix time by which a request's fetches must finish if they start now.
 
         Args:
-            deadline_s: the request's deadline, Unix time.
+            deadline_s: the request's deadline, as Unix time.
         """
         return min(deadline_s, time.time() + self._limit_s)
 
@@ -343,7 +343,7 @@ class _Loaded(NamedTuple):
     name: str
     sha256: str
     tagged: FetchedUrl | None
-    """Facts to remember about the file, if it has a tag or its digest was expected."""
+    """Facts to remember about the file, if it has an ETag or its digest was expected."""
 
 
 class _Unchanged(Exception):
@@ -605,5 +605,5 @@ def _of_field(error: PenstockError, field: str) -> PenstockError:
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):
         return error
-    # The storage quota for a download does not name a field.
+    # The storage quota for a download has no field name.
     return type(error)(f"{field}: {error.message.removeprefix(': ')}", field=field)

@@ -316,7 +316,7 @@ class LimitStore(RedisStore):
     An async context manager that opens quickly even without Redis.
 
     Args:
-        redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.
+        redis_url: `redis://`, `rediss://`, or `unix://` URL, the same for all instances.
         timeout_s: time limit for one round trip.
         clock: file with Redis's time. Replaced by tests.
     """
@@ -503,10 +503,11 @@ class LimitStore(RedisStore):
         """Stores marks, keyed by counter name, and deletes others. The remaining marks stay.
 
         Args:
-            removed: names of the counters whose marks to delete, which happens first.
+            removed: names of the counters whose marks are deleted, before any are stored.
 
         Raises:
-            Unavailable: Redis did not respond. It may have deleted marks, or done all of it.
+            Unavailable: Redis did not respond. Redis may have deleted marks, or completed the whole
+                change.
         """
         if removed_fields := list(removed):
             await self._commands.run("HDEL", self._marks_key, *removed_fields)
@@ -524,7 +525,7 @@ class LimitStore(RedisStore):
     async def claim_warning(self, key: str, period: float, share: float) -> bool:
         """Claims the warning about this share of a month's budget.
 
-        Returns whether the caller is the first.
+        Returns whether this caller is the first to claim it.
 
         Raises:
             Unavailable: Redis did not respond, but may have recorded the warning.

@@ -152,7 +152,7 @@ class BudgetMarks:
         return {name: _mark(own, due_s=now_s, checks=0) for name, own in readings.items()}
 
     async def _compare(self, asks: Sequence[RowsAsk]) -> dict[str, dict[int, BudgetReading]]:
-        """Returns the readings by budget and month."""
+        """Returns the readings, keyed by budget and month."""
         readings = defaultdict[str, dict[int, BudgetReading]](dict)
         for ask, reading in zip(asks, await self._store.compare(asks), strict=True):
             readings[ask.name][ask.month] = reading
@@ -195,7 +195,10 @@ def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -
 
 
 def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) -> Mark:
-    """Returns the mark after a check. The mark moves to now if none of the budget is reserved."""
+    """Returns the mark after a check.
+
+    The mark moves to the current time if none of the budget is reserved.
+    """
     is_last = mark.checks >= len(CHECKS_AFTER_S)
     due_s = 0.0 if is_last else now_s + CHECKS_AFTER_S[mark.checks]
     if any(reading.held > 0 for reading in readings.values()):

@@ -1,7 +1,7 @@
 """The state of each limit in this instance, including amounts leased for upcoming requests.
 
-Plain data without I/O. If a limit is far from full and requests arrive fast, an instance takes
-slightly more of the limit than a request needs: a lease. For LEASE_S, requests use the lease
+Plain data without I/O. If a limit is far from full and requests are arriving rapidly, an instance
+takes slightly more of the limit than a request needs: a lease. For LEASE_S, requests use the lease
 without a round trip to Redis. The rest is then returned. An amount that was taken but not needed
 goes into the lease, or back to the period in which it was taken. Items in flight hold slots.
 
@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
 """How long before a dead instance's slots and registrations are freed."""
 LEASE_S = 0.25
-"""LEASE_BUCKETS in take.lua: a window covers amounts taken in it that may still be used."""
+"""LEASE_BUCKETS in take.lua: a window covers amounts taken in it that are still usable."""
 BLOCK_S = 0.25
 """How long a rejection is repeated without querying Redis again."""
 RECENT_S = 1.0
@@ -97,7 +97,7 @@ class Counter(ABC):
 
     Args:
         key: counter name, which is also used in Redis.
-        unit: unit that is counted: requests, tokens, pixel_steps, work, items, or usd.
+        unit: what is counted: requests, tokens, pixel_steps, work, items, or usd.
         subject: what is limited, as described to callers.
     """
 
@@ -120,14 +120,14 @@ class Counter(ABC):
     def take(self, need: float, now_s: float) -> float | None:
         """Takes `need` from the amount held by this instance.
 
-        Returns its period, or None if Redis must decide.
+        Returns the amount's period, or None if Redis must decide.
         """
 
     @abstractmethod
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """Takes `need` while Redis is unreachable.
 
-        Returns its period, or None if `need` is too large.
+        Returns the amount's period, or None if `need` is too large.
         """
 
     @abstractmethod

@@ -55,7 +55,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def count_unreported(self) -> RequestDemand:
         """Returns the usage to count if a worker took the prediction but never reported back.
 
-        The reserved work counts, but it costs nothing because nothing was delivered.
+        The reserved work is counted, but it costs nothing because nothing was delivered.
         """
         work = max(
             (taking.amount for taking in self.takings if taking.unit == self.unit), default=0.0
@@ -78,14 +78,16 @@ class Hold:
 
 
 class LimitedRequest:
-    """A context in which a request is computed. Entering it reserves its estimated usage.
+    """A context in which a request runs.
+
+    Entering the context reserves the request's estimated usage.
 
     For a budget, it reserves the maximum that the request can cost.
 
     - `settle` sets the actual usage.
     - `hold` is for work that outlives the context, such as a prediction. Redis stores the
       reservations with the record, and any instance can settle them.
-    - If the caller hangs up before then, the estimate counts. Only the budget part is returned,
+    - If the caller hangs up before that, the estimate is counted. Only the budget part is returned,
       because callers who hang up are not charged for the work.
     - Any other error means that the request was not accepted, so nothing is counted.
 
@@ -196,7 +198,10 @@ class LimitedRequest:
         return self._hold
 
     def end(self) -> None:
-        """Ends the hold after the context. Nothing remains in flight, and Redis has the rest."""
+        """Ends the hold after the context.
+
+        Nothing remains in flight, and Redis has the remaining amounts.
+        """
         self._reservation.hand_over()
         self._reservation.cancel()
 
@@ -223,9 +228,9 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Records the items' outcomes. Work and cost count as charged.
+        """Records the items' outcomes. Work and cost are counted as charged.
 
-        Work for an undelivered response counts, but costs nothing.
+        Work for an undelivered response is counted, but costs nothing.
 
         Args:
             price: the items' terms.

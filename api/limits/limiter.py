@@ -1,4 +1,4 @@
-"""Decides whether a request is within its tenant's, key's and model's limits.
+"""Decides whether a request is within its tenant's, key's, and model's limits.
 
 A request reserves its estimated usage from every limit at once, or is rejected. Work and cost are
 known only when the request finishes. The reservation is then settled, and the unused part is
@@ -210,7 +210,7 @@ class Limiter:
         return await self._reserve(Reservation(self), account, needs)
 
     def _check_size(self, account: Account, demand: RequestDemand) -> None:
-        """Rejects a request that can never fit a limit, regardless of its preparation."""
+        """Rejects a request that can never fit within a limit, regardless of its preparation."""
         whole = [Need(counter, demand.of(counter)) for counter in account.counters]
         if too_large := [need for need in whole if need.amount > need.counter.limit]:
             raise refusal(too_large, self._clock())
@@ -392,7 +392,7 @@ class Limiter:
         """Settles a prediction's reservations exactly once, no matter which instance created it.
 
         Args:
-            used: actual usage. If None, it is unknown, so the reserved amounts count.
+            used: actual usage. If None, the usage is unknown, so the reserved amounts are counted.
         """
         asks = (
             []
@@ -409,7 +409,7 @@ class Limiter:
         """Reports an operation's usage to Redis, now or as soon as Redis is reachable.
 
         Args:
-            asks: the operation's budgets, with asks that have no need.
+            asks: the operation's budgets, each with an ask that has no need.
         """
         settling = asyncio.create_task(self._settle_operation(asks))
         self._takings.add(settling)
@@ -627,7 +627,7 @@ class Reservation:
         self._end()
 
     def leave(self, *, is_charged: bool) -> None:
-        """Ends the reservation without knowing the actual usage, so the reserved amounts count.
+        """Ends the reservation without knowing actual usage, so the reserved amounts are counted.
 
         Nothing remains in flight here.
 

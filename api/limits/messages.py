@@ -91,7 +91,10 @@ def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
 
 
 def _is_larger_than_budget(counter: Counter, amount: float) -> bool:
-    """Returns whether a request can never fit. A budget of 0 means that nothing may run for now."""
+    """Returns whether a request can never fit within its budget.
+
+    A budget of 0 means that nothing may run for now.
+    """
     return counter.unit == BUDGET_UNIT and amount > counter.limit > 0
 
 

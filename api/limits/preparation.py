@@ -3,8 +3,8 @@
 Inputs must be fetched, decoded, and split before a request's size is known, and any of these steps
 may fail. For this reason, a request takes amounts from the per-minute limits before the preparation
 starts. If the request continues, those amounts become part of its reservation
-(api/limits/limited_request.py). If the preparation fails, they remain counted. Nothing needs to be
-reported later, so it does not matter if the instance dies.
+(api/limits/limited_request.py). If the preparation fails, the amounts remain counted. Nothing needs
+to be reported later, so it does not matter if the instance dies.
 """
 
 from __future__ import annotations

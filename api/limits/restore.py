@@ -6,9 +6,9 @@ a plan or a key are restored.
 
 It may run while requests arrive, and several runs may be concurrent. It reads a counter, then the
 rows for requests completed before that reading, and adds the amount by which the rows exceed the
-counter. Amounts reserved by requests in flight at that moment count as if their rows existed. As a
-result, no counter ends up higher than its rows, but the counter for a budget in use may still be
-too low. Running it again adds the missing amount.
+counter. Amounts reserved by requests in flight at that moment are counted as if their rows existed.
+As a result, no counter ends up higher than its rows, but the counter for a budget in use may still
+be too low. Running it again adds the missing amount.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUERY_LIMIT_S = 120.0
 
 
 class Restored(NamedTuple):
-    """One month's counter, before and after."""
+    """One month's counter, before and after it is restored."""
 
     name: str
     """`t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
@@ -113,7 +113,7 @@ async def restore_deployment(
 
     Raises:
         ConfigurationError: there is no key directory.
-        Unavailable: the directory, Redis or BigQuery did not respond.
+        Unavailable: the directory, Redis, or BigQuery did not respond.
     """
     if not settings.keys_url:
         raise ConfigurationError(

@@ -122,7 +122,7 @@ class OcrRoute(FastRoute):
 def _read_fields(body: OcrBody, model: Model) -> CustomInput:
     """Returns the input for a class or flow, without its document.
 
-    Disabled options are omitted, so that equivalent requests have equal inputs.
+    Disabled options are omitted, so that equivalent requests have identical inputs.
 
     Raises:
         pydantic.ValidationError: the class does not accept a value.

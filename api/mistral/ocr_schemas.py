@@ -331,7 +331,7 @@ class OcrFieldError(msgspec.Struct):
 
 
 class OcrErrorReply(msgspec.Struct, omit_defaults=True):
-    """The body of every error.
+    """The body of every error response.
 
     Invalid fields also appear in `detail`, as Mistral's client expects.
     """

@@ -1,13 +1,13 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, directly and in batches.
 
-Custom models with the matching `api` in their entries compute them. Their inputs and outputs are
+Custom models with the matching `api` in their entries produce them. Their inputs and outputs are
 described in shared/models/tasks/custom.py. A transcriber streams segments, so its response can be
 streamed too. A streamed response is a prediction, as with chats. Work and `usage` are measured in
 seconds of audio.
 
-A batch line specifies its recording by `url`, as in Groq's API
-(https://console.groq.com/docs/batch), or by an upload's ID as `file`. OpenAI's batches do not
-support audio.
+A batch line specifies its recording by URL in `url`, as in Groq's API
+(https://console.groq.com/docs/batch), or by upload ID in `file`. OpenAI's batches do not support
+audio.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
-"""Maps class inputs to form fields that have a different name."""
+"""Maps class inputs to form fields that have different names."""
 _encode = msgspec.json.Encoder().encode
 F = TypeVar("F", bound=TranslationForm)
 
@@ -111,7 +111,7 @@ F = TypeVar("F", bound=TranslationForm)
 class _Upload(NamedTuple):
     """An uploaded file.
 
-    A class sees only the file extension, so that equal files are equal inputs.
+    A class sees only the file extension, so that identical files are identical inputs.
     """
 
     data: bytes
@@ -559,7 +559,7 @@ class _Transcriber:
 
         Raises:
             BadInput: the class does not accept a field, or the recording can't be loaded.
-            Overloaded: no capacity, or too many files are being fetched.
+            Overloaded: there is no capacity, or too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
         call, model, form, inference = self._call, self._model, self._form, self._inference

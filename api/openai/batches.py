@@ -308,7 +308,7 @@ async def cancel_batch(call: Call, batches: Batches, batch_id: str) -> Response:
 
 
 async def _find(call: Call, batch_id: str, batches: Batches) -> BatchState:
-    """Returns one of the tenant's batches, unless the key may not use its model."""
+    """Returns one of the tenant's batches, provided the key may use its model."""
     state = await batches.find(call.tenant, batch_id)
     if state.model:
         check_model(call.caller, state.model)

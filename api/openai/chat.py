@@ -81,7 +81,7 @@ StartingAfter = Annotated[
 
 
 def failure_event(error: PenstockError) -> bytes:
-    """Returns an error event that OpenAI's clients raise."""
+    """Returns an error event, which OpenAI's clients raise as an exception."""
     return b"data: " + encode_error(error_body(error)) + b"\n\n"
 
 
@@ -332,7 +332,7 @@ class _NewAnswer(Generic[B]):
         model: the model that generates it.
 
     Raises:
-        BadInput: the model can't generate that much from this body.
+        BadInput: the model can't generate as much as the body requests.
     """
 
     def __init__(self, call: ModelCall, endpoint: _Endpoint[B], body: B, model: Model) -> None:

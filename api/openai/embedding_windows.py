@@ -88,7 +88,7 @@ class Windows:
             self._pool(reply)
 
     def _pool(self, reply: EmbeddingsReply) -> None:
-        """Replaces the vectors of each text's windows with their mean, weighted by tokens."""
+        """Replaces the vectors of each text's windows with their mean, weighted by token count."""
         groups: list[list[EmbeddingItem]] = [[] for _ in self._texts]
         for item in reply.data:
             assert isinstance(item.window, EmbeddingWindow)

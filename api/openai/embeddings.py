@@ -85,7 +85,7 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
     """Returns a body's items.
 
     Raises:
-        BadInput: the model can't compute them.
+        BadInput: the model can't process the items.
     """
     if isinstance(body.input, FileOfText):
         raise BadInput("input: a file is only allowed with `chunk`", field="input")

@@ -17,10 +17,10 @@ from api.validators import null_is
 
 
 class EmbeddingWindow(msgspec.Struct):
-    """A window into a text: the characters from `start` (inclusive) to `end` (exclusive).
+    """A window of a text: the characters from `start` (inclusive) to `end` (exclusive).
 
     Characters are Unicode code points. `input`: the text's position in the request. `tokens`:
-    number of tokens computed, including special tokens.
+    number of tokens processed, including special tokens.
     """
 
     input: int

@@ -257,7 +257,7 @@ def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
     """Returns the requested width and height, or None for `auto`.
 
     Raises:
-        BadInput: the model does not support it.
+        BadInput: the model does not support this size.
     """
     return None if body.size == "auto" else size_of(body.size, model)
 
@@ -352,7 +352,7 @@ class ImageEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
-    """Computes one request's images, and returns them all at once or as a stream.
+    """Draws one request's images, and returns them all at once or as a stream.
 
     Args:
         first: the first image, with its files.
@@ -368,7 +368,7 @@ class ImageAnswer:
     encoder: ImageEncoder
 
     async def whole(self) -> Response:
-        """Computes n images with consecutive seeds, and returns the response."""
+        """Draws n images with consecutive seeds, and returns the response."""
         call, body, model = self.call, self.body, self.model
         key_seed = call.context.key_seed
         start = self.first.seed if body.seed is not None or key_seed is None else key_seed
@@ -497,7 +497,7 @@ class ImageRequests:
     async def answer(
         self, call: ModelCall, body: ImageBody, model: Model, first: ImageInput
     ) -> Response:
-        """Computes a request's images, and returns the response.
+        """Draws a request's images, and returns the response.
 
         Args:
             first: the first image, with its files.
@@ -545,6 +545,6 @@ async def create_images(call: ModelCall, images: ImageRequests) -> Response:
 
 
 async def _with_files(draft: ImageDraft, body: GenerationBody) -> ImageInput:
-    """Returns the first image, with its guides' and its adapter's files."""
+    """Returns the first image, with the files for its guides and adapter."""
     await draft.fetch(guide_urls(body))
     return await draft.first()

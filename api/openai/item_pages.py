@@ -1,4 +1,4 @@
-"""List pages in OpenAI's format."""
+"""Pages of lists, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def page_of(items: list[dict[str, Any]], limit: int, order: str, after: str) -> 
 
 
 def no_such_item() -> BadInput:
-    """Returns the error for an `after` that does not exist."""
+    """Returns the error for an `after` item that does not exist."""
     return BadInput("after: must be the ID of an item in this list", field="after")
 
 

@@ -1,9 +1,9 @@
 """POST /v1/rerank and /v2/rerank, compatible with Cohere's and Jina's clients.
 
 A similarity model scores each document against the query, so each pair is an item. An embedding
-model computes one vector per text, and the score is the cosine of the two vectors. In that case
-each text is an item, so documents that were embedded or ranked before come from the cache, whatever
-the query.
+model computes one vector per text, and the score is the cosine of the two vectors. In that case,
+each text is an item, so documents that were embedded or ranked before come from the cache, no
+matter what the query is.
 
 For the fields of a request, see https://docs.cohere.com/reference/rerank and
 https://api.jina.ai/redoc.

@@ -50,7 +50,7 @@ _FIELDS_OF_CHATS = {
     "max_completion_tokens": "max_output_tokens",
     "logprobs": "include",
 }
-"""Chat fields that have a different name in a response."""
+"""Chat fields that have different names in a response."""
 
 
 class ResponseEvents:

@@ -1,4 +1,4 @@
-"""/v1/responses as in OpenAI's API: creates, reads, streams and deletes responses.
+"""/v1/responses as in OpenAI's API: creates, reads, streams, and deletes responses.
 
 Responses are stored unless `store` is false. A streamed or background response is a prediction, so
 any instance can serve it. Other responses are stored as predictions once they are complete.
@@ -54,7 +54,7 @@ from shared.models.tasks.text import GenerationInput
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
-"""How many seconds after its end an unstored stream can be resumed."""
+"""How many seconds an unstored stream can be resumed after it ends."""
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
 ]

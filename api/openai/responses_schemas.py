@@ -238,7 +238,7 @@ class ReasoningPart(Body):
 
 
 class InputReasoning(Body):
-    """The model's reasoning before an earlier response, for chat templates that support it."""
+    """Reasoning that preceded an earlier response, for chat templates that support it."""
 
     type: Literal["reasoning"]
     id: ItemId | None = None

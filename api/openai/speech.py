@@ -1,6 +1,6 @@
 """POST /v1/audio/speech as in OpenAI's API, either complete or as events.
 
-A class that yields files can be streamed: each file is the next part of the audio. Without
+A class that yields files can be streamed, with each file as the next part of the audio. Without
 streaming, callers receive all files concatenated. Work is measured in characters.
 """
 
@@ -81,7 +81,7 @@ class SpeechDelta(msgspec.Struct, omit_defaults=True):
     type: str
     audio: str
     key: str = ""
-    """Key in the object store, which holds a large part until it is sent."""
+    """Key of a large part, which is in the object store until it is sent."""
 
 
 class SpeechDone(msgspec.Struct):
@@ -179,7 +179,7 @@ async def create_speech(
 ) -> Response:
     """Returns all of the audio in the requested format, or streams it part by part as events.
 
-    With an `Idempotency-Key`, the events have IDs. To continue after an event, on any instance,
+    With an `Idempotency-Key`, each event has an ID. To continue after an event, on any instance,
     send the same request with the same key and the event's ID as `Last-Event-ID`.
     """
     body = await call.read_json(SpeechBody)
@@ -233,7 +233,7 @@ class _SpeechStream:
     objects: ObjectStore
 
     async def answer(self, body: SpeechBody, item: CustomInput) -> Response:
-        """Creates the prediction, or finds the existing one, and returns its events.
+        """Creates the prediction, or finds it if it already exists, and returns its events.
 
         Raises:
             BadInput: `Last-Event-ID` is not an event ID of this stream.

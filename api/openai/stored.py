@@ -1,4 +1,4 @@
-"""Finds stored chats and responses by ID, and response items by ID."""
+"""Looks up stored chats, stored responses, and response items by ID."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def find_stored(
 
     Raises:
         NotFound: the tenant has no such response, or it has expired.
-        Forbidden: the key is not allowed to do this with that endpoint's or model's results.
+        Forbidden: the key may not do this with results of that endpoint or model.
     """
     digits = public_id.removeprefix(prefix)
     if public_id.startswith(prefix) and _DIGITS.fullmatch(digits):
@@ -68,7 +68,7 @@ async def find_response(
 
     Raises:
         NotFound: the response does not exist or was not stored.
-        Forbidden: the key is not allowed to do this with responses or with the model.
+        Forbidden: the key may not do this with responses or with this model.
     """
     snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id, recording)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
@@ -105,7 +105,7 @@ async def read_referenced_items(
     """Returns items from stored responses, keyed by ID.
 
     Raises:
-        NotFound: an item does not exist. `field` is "input".
+        NotFound: one of the items does not exist. `field` is "input".
     """
     items: dict[str, dict[str, Any]] = {}
     for name in names:

@@ -1,7 +1,7 @@
-"""Counts tokens the way a text model reads them: /v1/responses/input_tokens and /v1/tokenize.
+"""Counts tokens as a text model would: /v1/responses/input_tokens and /v1/tokenize.
 
-One of the model's workers counts them, because only workers have its tokenizer and chat template.
-The model does not run, and counting is free.
+One of the model's workers does the counting, because only workers have its tokenizer and chat
+template. The model does not run, and counting is free.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class InputTokensReply(msgspec.Struct):
 
 
 class TokenizeBody(Body):
-    """A text, or a chat's messages."""
+    """A string of text, or a chat's messages."""
 
     model: str | None = Field(None, description="Default: the first text model in the catalog.")
     prompt: str | None = Field(None, description="Text to tokenize, without a chat template.")
@@ -64,7 +64,7 @@ class TokenizeBody(Body):
 
 
 class TokenizeReply(msgspec.Struct):
-    """The token IDs, how many there are, and the model's maximum number of input tokens."""
+    """The token IDs, the number of tokens, and the model's maximum number of input tokens."""
 
     count: int
     tokens: list[int]
@@ -85,7 +85,7 @@ async def count_input_tokens(
     predictions: Predictions,
     conversations: Conversations,
 ) -> Response:
-    """Counts the tokens the same request would read, including everything before its input."""
+    """Counts the tokens that the same request would use, including everything before its input."""
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     body = (await preceding.complete(await call.read_json(InputTokensBody))).body
     with words_of_responses():
@@ -119,7 +119,7 @@ async def count_chat(
 
     Raises:
         UnknownModel: the text model does not exist.
-        PenstockError: for the same reasons as a chat request.
+        PenstockError: raised for the same reasons as for a chat request.
     """
     messages = [message.to_template() for message in chat.messages]
     prompt = PromptToCount(messages=messages, tools=tools_of(chat))

@@ -50,7 +50,7 @@ _SUMMARY = [
     query_parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
     query_parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
 ]
-"""Parameters parsed by api/usage/question.py, so that we control the wording of errors."""
+"""Parameters are parsed by api/usage/question.py, so that we control the wording of errors."""
 _SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
 Result = EmbeddingsUsage | ImagesUsage | Costs
 router = Router(scope="usage", tags=["usage"])
@@ -97,7 +97,7 @@ async def get_usage(call: Call, usage: UsageService) -> Response:
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
     time_range = read_range(call.http.query_params, now_s)
-    # The end of the day, so that the query stays the same all day.
+    # Uses the end of the day, so that the query stays the same all day.
     month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
     of_month = await usage.read(month, call.tenant)
     of_today = (today_s - month_s) // DAY_S

@@ -18,7 +18,7 @@ class EmbeddingsUsage(
     input_tokens: Count
     """Input tokens for all delivered results, including results from the cache."""
     charged_tokens: Amount
-    """The charged part of `input_tokens`."""
+    """The part of `input_tokens` that was charged for."""
     num_model_requests: Count
     project_id: str | None
     """The tenant."""
@@ -33,7 +33,7 @@ class ImagesUsage(
     """Usage for models billed by the pixel-step."""
 
     images: Count
-    """Delivered images, including those from the cache."""
+    """Images delivered, including those from the cache."""
     pixel_steps: Count
     charged_pixel_steps: Amount
     num_model_requests: Count
@@ -76,7 +76,7 @@ class UsageBucket(msgspec.Struct, kw_only=True):
 
 
 class UsagePage(msgspec.Struct, kw_only=True):
-    """Buckets in order. `next_page` is the `page` for the next request."""
+    """Buckets in order. `next_page` is the value of `page` for the next request."""
 
     object: Literal["page"] = "page"
     data: list[UsageBucket]
@@ -92,7 +92,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
     requests: Count
     """All requests, including rejected ones, as in the reports."""
     refused: Count
-    """The number of `requests` that were rejected as a whole, without items."""
+    """The number of `requests` that were rejected as a whole, so they have no items."""
     items: Count
     succeeded: Count
     cached: Count
@@ -120,8 +120,8 @@ class UsageReply(msgspec.Struct, kw_only=True):
     object: Literal["usage"] = "usage"
     tenant: str
     as_of: Amount
-    """Unix time at which the rows were read. Rows arrive a few seconds after the responses they
-    describe.
+    """Unix time at which the rows were read. A row arrives a few seconds after the response it
+    describes.
     """
     today: UsageSpan
     month: UsageSpan

@@ -1,8 +1,8 @@
 """Conversations: lists of items that requests append to, stored within the prediction budget.
 
 A conversation is one document in Redis. The document is replaced only if no other request has
-changed it since it was read. The output of a response that is still being generated is stored as a
-reference to its prediction. The next reader replaces the reference with the items.
+changed it since this one read it. The output of a response that is still being generated is stored
+as a reference to its prediction. The next reader replaces the reference with the items.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.stores.records import Records
 
 ID = re.compile(r"conv_[0-9a-f]{24}")
 MAX_ITEMS = 2048
-"""The same limit as for a response's input."""
+"""Same as the limit on a response's input."""
 MAX_PARTS = 8192
 """Maximum total number of parts in the items of one response or conversation.
 
@@ -105,7 +105,7 @@ class Conversations:
         """Creates a conversation.
 
         Raises:
-            InputTooLarge: there are too many items, or they are too large.
+            InputTooLarge: there are too many items, or the items are too large.
         """
         conversation = Conversation(
             id=f"conv_{secrets.token_hex(12)}",
@@ -143,7 +143,8 @@ class Conversations:
 
         Raises:
             NotFound: the tenant has no conversation with this ID, or it has expired.
-            InputTooLarge: the conversation would have too many items, or they would be too large.
+            InputTooLarge: the conversation would have too many items, or the items would be too
+                large.
             ConversationBusy: other requests keep changing it.
         """
         keep_s = self._keep_s if keep_s is None else keep_s

@@ -1,6 +1,7 @@
 """A created prediction: its latest snapshot, and a way to wait for it to finish.
 
-Also maps models in the catalog to Replicate's owners and versions. Each model has one version.
+Also maps models in the catalog to owners and versions, as used by Replicate. Each model has one
+version.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ OWNER = "penstock"
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 POLL_S = 0.5
-"""How often readers without a reply, such as streams and repeated requests, read the record.
+"""How often readers that get no reply, such as streams and repeated requests, read the record.
 """
 
 
@@ -96,7 +97,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """Returns the prediction ID and record ID: from the caller, an Idempotency-Key, or new."""
+    """Returns the prediction ID and record ID: the caller's, an Idempotency-Key's, or new ones."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -114,7 +115,7 @@ def digest_of(text: str) -> str:
 def is_replicates_client(user_agent: str) -> bool:
     """Returns whether the user agent is a Replicate client, such as `replicate-python/1.0.7`.
 
-    Nothing else distinguishes Replicate's clients from OpenAI's on paths that both use, because
+    On paths that both use, nothing else distinguishes Replicate's clients from OpenAI's, because
     keys and hosts are the same here.
     """
     return _CLIENTS.match(user_agent) is not None
@@ -196,7 +197,8 @@ class Creation:
                 while not self.snapshot.record.is_over:
                     await self._pause(pause_s)
                     known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
-                    # Without Redis, the snapshot is unchanged, and the record still has to be read.
+                    # If Redis is unavailable, the snapshot is unchanged, and the record still has
+                    # to be read.
                     pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
     async def _pause(self, limit_s: float) -> None:

@@ -16,8 +16,8 @@ last event contains the flow's output.
 
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
 Previews are in a Redis stream, and each event ID includes the reader's position in that stream.
-`queue` contains the prediction's position in the queue. Because it describes a state, a reader that
-reconnects receives it again.
+`queue` contains the prediction's position in the queue. Because it describes a state, it is sent
+again to a reader that reconnects.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def events_of(
 ) -> list[StreamEvent]:
     """Returns all of a prediction's events so far, in order.
 
-    Printed text is combined into one event, which contains the part that a reader at `seen` lacks.
+    Printed text is combined into one event, which contains the part that a reader at `seen` does
+    not have yet.
     """
     prediction, record = snapshot
     events = []
@@ -245,7 +246,7 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
     """Returns an event in wire format, with its ID unless that is None.
 
     Each line of its data becomes a separate field. Lines are split at every line break that any
-    reader accepts, because at least one reader in use accepts more characters than the standard
+    reader recognizes, because at least one reader in use recognizes more of them than the standard
     does and would lose the data after them.
     """
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
@@ -271,7 +272,7 @@ class OutputEvents(StreamShape):
         """Does nothing, because a text is complete on its own."""
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns the error that ended the text, and the final event.
+        """Returns the event for the error that ended the text, and the final event.
 
         A cancellation is not an error.
         """
@@ -305,7 +306,7 @@ class ElementEvents(OutputEvents):
     def delta(self, added: AddedText) -> bytes | None:
         """Returns the events for elements, each a line of JSON.
 
-        Events without an ID are resumed after the last one with an ID.
+        After an event without an ID, a reader resumes from the last event that had one.
         """
         elements = [element.to_json_value(self._link) for element in read_elements(added.text)]
         return b"".join(encode_event("output", _text(element)) for element in elements) or None

@@ -24,7 +24,7 @@ class PredictionFilter(NamedTuple):
     """Latest creation time (exclusive), in Unix seconds."""
 
     def matches(self, snapshot: PredictionSnapshot) -> bool:
-        """Returns whether to list this prediction, which was created in the time range."""
+        """Returns whether to list this prediction, whose creation time is already in range."""
         prediction, record = snapshot
         return (
             self.model in ("", prediction.model)

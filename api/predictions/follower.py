@@ -1,9 +1,9 @@
-"""Settles the reservations for predictions with limits when the predictions finish.
+"""Settles the reservations of predictions with limits when those predictions finish.
 
-A prediction's reservations are in Redis with its record (shared/stores/holds.py). Every instance
-settles due reservations, whether or not it created them, so nothing depends on the creating
-instance. The creating instance only tracks which items are in flight on it, and frees their slots.
-If it dies, the slots expire.
+A prediction's reservations are stored in Redis along with its record (shared/stores/holds.py).
+Every instance settles due reservations, whether or not it created them, so nothing depends on the
+creating instance. The creating instance only tracks which of its items are in flight, and frees
+their slots. If it dies, the slots expire.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_LOOKED_AT = 512
 """Maximum number of this instance's predictions to look up at a time."""
 SWEEP_S = 0.25
 ENDING_S = 10.0
-"""How long to wait, after a cancellation, for the worker's final receipt with the charge.
+"""How long to wait, after a cancellation, for the worker's final receipt, with the charge.
 
 If a worker is running the prediction, wait until the deadline.
 """
@@ -127,9 +127,9 @@ class PredictionFollower:
         await self._limiter.settle_hold(due.record_id, held_limits.takings, used)
 
     async def _end_if_late(self, record_id: str, held: HeldLimits) -> None:
-        """Ends a late prediction, or settles a canceled run, by reading it.
+        """Ends an overdue prediction, or settles a canceled run, by reading it.
 
-        Its hold is then due again.
+        Its hold is then due for settlement again.
         """
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, held.prediction_id)

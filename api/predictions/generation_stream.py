@@ -49,9 +49,9 @@ Readers resume with another request.
 HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
 """After a pause this long, a comment is sent to keep the connection open through proxies.
 
-Readers that split a stream at empty lines skip a comment's whole block, so an empty line follows
-the comment. The empty line is omitted if events have IDs, because OpenAI's Python client treats an
-empty line after an event with an ID as an event without data, and fails.
+Readers that split a stream at empty lines skip the whole block that a comment is in, so an empty
+line follows the comment. The empty line is omitted if events have IDs, because OpenAI's Python
+client treats an empty line after an event with an ID as an event without data, and fails.
 """
 CHECK_S = 2.0
 """Interval between checks that the reader is still allowed to read."""
@@ -161,7 +161,7 @@ class StreamTooLong(DeadlineExceeded):
 
 
 class StreamLost(PenstockError):
-    """The tokens from which a reader wants to resume are gone."""
+    """The tokens after which a reader wants to resume are gone."""
 
     code = "stream_lost"
     public_by_default = None
@@ -218,7 +218,7 @@ def logs_seen_from_id(last_id: str) -> int:
 
 @dataclass(slots=True)
 class _Generation:
-    """One generation in a stream, as far as it has been read."""
+    """One generation in a stream, as read so far."""
 
     seen: StreamPosition
     tokens: int = 0
@@ -236,7 +236,7 @@ class _Generation:
 
 
 class GenerationStreams:
-    """This instance's generation streams. A context manager that owns their tasks."""
+    """This instance's generation streams. A context manager that owns the generations' tasks."""
 
     def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
         self._predictions = predictions
@@ -309,9 +309,9 @@ class GenerationStreams:
         has_ids: bool,
         has_elements: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """Like `follow`, for a request whose response has not started: waits for the first event.
+        """Like `follow`, but waits for the first event: the request's response has not started.
 
-        This way, errors that only a worker can detect become request errors, just as they do
+        This way, errors that only a worker can detect cause the request to fail, just as they do
         without streaming. After FIRST_EVENT_S, the response starts without an event.
 
         Raises:
@@ -351,7 +351,7 @@ class GenerationStreams:
                 async for event in self._events(snapshot, stream, watch):
                     stream.has_begun |= event != stream.heartbeat
                     yield event
-                # The stream may end before the generations do if its reader can reconnect.
+                # If its reader can reconnect, the stream may end before the generations do.
                 if not stream.is_ended and not stays and not stream.has_ids:
                     raise StreamTooLong
                 is_done = True
@@ -394,9 +394,9 @@ class GenerationStreams:
             yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction after a delay, unless its tokens are being read by then.
+        """Cancels a prediction after a delay, unless someone is reading its tokens by then.
 
-        If the delay is 0, cancels it immediately, even if others are reading it.
+        If the delay is 0, cancels it immediately, even if others are reading its tokens.
         """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
         self._leave_tasks.add(leaving)
@@ -446,7 +446,9 @@ class _Watch:
         """True if the reader may no longer continue."""
 
     def is_heartbeat_due(self, *, is_silent: bool) -> bool:
-        """Returns whether a comment is due because nothing was sent. Also checks the reader.
+        """Returns whether a comment is due because nothing has been sent for a while.
+
+        Also checks the reader.
 
         Raises:
             PenstockError: the reader may no longer continue.
@@ -546,7 +548,7 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the events for the rest of the generations and for their endings.
+        """Returns the events for the remaining text of the generations and for their endings.
 
         Raises:
             PenstockError: there are no generations, because the prediction failed or was canceled.
@@ -620,7 +622,7 @@ class _Stream:
                 yield self._with_id(event)
 
     def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Splits a chunk into parts with separate events."""
+        """Splits a chunk into parts, each sent as a separate event."""
         if not self._has_elements:
             yield chunk
             return
@@ -644,9 +646,9 @@ class _Stream:
 
 
 def _prompt_before(chunks: Sequence[Chunk]) -> PromptSize:
-    """Returns the prompt size in a generation's first chunk.
+    """Returns the prompt size from a generation's first chunk.
 
-    Pieces from a class have no prompt.
+    A class's pieces have no prompt.
     """
     if not chunks or not isinstance(chunks[0], TokenChunk):
         return PromptSize()

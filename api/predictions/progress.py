@@ -15,7 +15,7 @@ from shared.stores.waiting_lines import QueuePosition, WaitingLines
 
 
 class PredictionProgress:
-    """All predictions' progress. It may be incomplete while Redis is not responding."""
+    """All predictions' progress. The progress may be incomplete while Redis is not responding."""
 
     def __init__(self, lines: WaitingLines, previews: PreviewStore, runs: FlowRuns) -> None:
         self._lines = lines
@@ -35,7 +35,7 @@ class PredictionProgress:
     async def step_outcomes(
         self, snapshot: PredictionSnapshot, seen: int
     ) -> list[tuple[int, ItemOutcome]]:
-        """Returns flow items completed after item `seen`, numbered in order.
+        """Returns flow items completed after item number `seen`, numbered in order.
 
         Returns an empty list while Redis is not responding.
         """
@@ -55,7 +55,7 @@ class PredictionProgress:
         return []
 
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
-        """Returns the previews after `cursor`, and requests more for the next few seconds.
+        """Returns the previews after `cursor`, and requests more previews for the next few seconds.
 
         Returns an empty list while Redis is not responding.
         """

@@ -1,4 +1,4 @@
-"""Fetches a signed link's target: an object, or an image in a prediction's record."""
+"""Fetches what a signed link points to: an object, or an image in a prediction's record."""
 
 from __future__ import annotations
 

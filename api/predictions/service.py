@@ -1,10 +1,10 @@
-"""Creates, awaits, reads, lists, and cancels predictions. The routes add the HTTP layer.
+"""Creates, waits for, reads, lists, and cancels predictions. The routes add the HTTP layer.
 
 The record determines a prediction's state (shared/stores/records.py). The record is created before
-the job is published, so every instance can find a prediction even if the creating instance is gone.
-A reply only wakes a waiting request. As a last resort against lost jobs, any instance that reads a
-record after its deadline ends the prediction. The same happens if the model was withdrawn and no
-workers are left.
+the job is published, so every instance can find a prediction even if the instance that created it
+is gone. A reply only wakes a waiting request. As a last resort in case a job is lost, any instance
+that reads a record after its deadline ends the prediction. The same happens if the model was
+withdrawn and no workers are left.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ from shared.webhooks.publisher import WebhookPublisher
 GRACE_S = 5.0
 """How long after its deadline a worker may still finish a prediction, in seconds."""
 CREATOR_PUBLISHES_S = 2.0
-"""How long, in seconds, a record's creator has to publish the job before a repeated request does
-so.
+"""How long, in seconds, a record's creator has to publish the job before a repeated request
+publishes it.
 """
 CREATOR_POLL_S = 0.05
 PAGE = 20
 SCAN_WINDOW = 100
-"""How many predictions to check for a match at once, after the first PAGE."""
+"""How many predictions to check against the filter at a time, after the first PAGE predictions."""
 PAGE_READS = 10
-"""Maximum number of reads per page: up to 920 predictions are checked for a match."""
+"""Maximum number of reads per page: up to 920 predictions are checked against the filter."""
 READ_BYTES = 4 * 1024 * 1024
-"""Maximum bytes to read at once for a page with more than one prediction.
+"""Maximum number of bytes to read at once for a page with more than one prediction.
 
-All stored predictions may total 64 MiB, and take four times as much memory until they are sent.
+All stored predictions may total 64 MiB, and until they are sent they take up four times as much
+memory.
 """
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
 """Maximum size of a prediction document: a sixteenth of the usual budget for all predictions, which
@@ -137,7 +138,7 @@ class Predictions:
         self._flows = flows
         self._keep_s = keep_s
         self._waiters: dict[str, ReplyWaiter] = {}
-        """This instance's waiters for replies, by record."""
+        """This instance's waiters for replies, keyed by record."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
 
@@ -170,7 +171,7 @@ class Predictions:
         """Makes waiters for canceled predictions check their records.
 
         A cancellation does not send a reply. Cancellations missed while Redis was unreachable are
-        looked up once it is back.
+        looked up once it is reachable again.
         """
         async for record in self._records.watch_cancellations():
             if record is None:
@@ -186,11 +187,12 @@ class Predictions:
     async def creating(
         self, request: InferenceRequest, *, waits: bool, hold: Hold | None = None
     ) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one created by an identical request.
+        """Creates a prediction, or finds the one that an identical request created.
 
         The block may wait for it to finish.
 
-        The items count as in flight while the block runs. After that, only the broker limits them.
+        The items count as in flight while the block runs. After that, they are limited only by the
+        broker.
 
         Args:
             request: a request with a record.
@@ -276,7 +278,7 @@ class Predictions:
         return await self._end_if_late(snapshot)
 
     async def read_linked(self, record_id: str, prediction_id: str) -> PredictionSnapshot:
-        """Reads a prediction by a signed record ID.
+        """Reads a prediction, given a signed record ID.
 
         Raises:
             NotFound: the prediction does not exist or has expired.
@@ -297,12 +299,12 @@ class Predictions:
     ) -> tuple[list[PredictionSnapshot], ListedRecord | None]:
         """Returns up to PAGE predictions, newest first, and `after` for the next page.
 
-        Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
-        one prediction. If few predictions match, the page stops after PAGE_READS reads, so it may
-        be short or even empty although there is a next page.
+        Large predictions reduce this number: a page has at most READ_BYTES in total but always at
+        least one prediction. If few predictions match, the page stops after PAGE_READS reads, so it
+        may be short or even empty although there is a next page.
 
         Args:
-            after: end of the previous page. If None, starts with the newest.
+            after: where the previous page ended. If None, starts with the newest prediction.
         """
         listed = await self._store.latest(
             tenant,
@@ -319,7 +321,7 @@ class Predictions:
     async def _read_matching(
         self, ids: list[str], wanted: PredictionFilter
     ) -> tuple[list[PredictionSnapshot], int]:
-        """Returns up to PAGE matching predictions, and how many of `ids` they were chosen from."""
+        """Returns up to PAGE matching predictions, and how many of `ids` it checked."""
         selected = ids
         if wanted.model or wanted.status:
             selected = await self._store.select(ids, state=wanted.status or "", model=wanted.model)
@@ -351,7 +353,8 @@ class Predictions:
         They are read as needed, one page at a time.
 
         Args:
-            after: only predictions after the one with this record. Empty means all predictions.
+            after: yields only predictions after the one with this record. Empty means all
+                predictions.
             is_ascending: True to list the oldest first.
 
         Raises:
@@ -376,7 +379,7 @@ class Predictions:
         """Reads the first few predictions.
 
         Args:
-            least: minimum number of predictions, even if they exceed `max_bytes`.
+            least: minimum number of predictions to read, even if they exceed `max_bytes`.
         """
         sizes = list(itertools.accumulate(await self._store.sizes(ids)))
         count = max(least, sum(size <= max_bytes for size in sizes))
@@ -396,7 +399,7 @@ class Predictions:
 
         Raises:
             PredictionNotOver: it is not finished.
-            NotFound: another request has deleted or changed it.
+            NotFound: another request has deleted or changed the prediction.
             Overloaded: the prediction store is full.
         """
         if not snapshot.record.is_over:
@@ -455,7 +458,7 @@ class Predictions:
     ) -> PredictionSnapshot:
         """Deletes one of this tenant's finished predictions. Returns its last snapshot.
 
-        If its webhook has not yet been notified of its completion, the notification will have no
+        If its webhook has not yet been notified that it completed, the notification will have no
         input or output.
 
         Args:
@@ -464,22 +467,22 @@ class Predictions:
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            PredictionNotOver: it is not finished.
+            PredictionNotOver: the prediction is not finished.
             Unavailable: Redis or the object store is unreachable.
         """
         snapshot = await self._read_ended(tenant, prediction_id)
-        # It changes at most once more, when a canceled prediction gets its receipts.
+        # The record changes at most once more, when a canceled prediction gets its receipts.
         while not await self._try_to_delete(snapshot, discard):
             snapshot = await self._read_ended(tenant, prediction_id)
         metrics.PREDICTIONS.labels(snapshot.prediction.model, "deleted").inc()
         return snapshot
 
     async def _read_ended(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Returns a finished prediction whose cost is recorded."""
+        """Returns a finished prediction after making sure that its cost is recorded."""
         snapshot = await self.read(tenant, prediction_id)
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not finished; cancel it first")
-        # Done before the steps are deleted, because only the steps have a run's cost.
+        # Done before the steps are deleted, because a run's cost is recorded only in its steps.
         return await self._settle_canceled(snapshot)
 
     async def _try_to_delete(
@@ -513,7 +516,7 @@ class Predictions:
         )
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Rereads a prediction. Returns `snapshot` while Redis is not responding.
+        """Rereads a prediction. Returns `snapshot` unchanged while Redis is not responding.
 
         If the prediction has been deleted, its record has the result but not the document.
         """
@@ -544,7 +547,7 @@ class Predictions:
     async def _create_record(
         self, request: InferenceRequest, document: bytes, hold: Hold | None
     ) -> int:
-        """Returns the tenant's number of unfinished predictions.
+        """Returns how many unfinished predictions the tenant has.
 
         0 if the record already existed.
         """
@@ -601,7 +604,8 @@ class Predictions:
         Raises:
             PredictionIdTaken: the prediction was created by a different request, or was recently
                 deleted.
-            KeyReused: the same, for an ID that comes from an Idempotency-Key.
+            KeyReused: the same as PredictionIdTaken, but for an ID that comes from an
+                Idempotency-Key.
         """
         try:
             existing = await self.read(prediction.tenant, prediction.id)
@@ -626,7 +630,7 @@ class Predictions:
         )
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Waits until the job is published, or its creator has had enough time to do so."""
+        """Waits until the job is published, or its creator has had enough time to publish it."""
         while (
             snapshot.is_unpublished
             and time.time() < snapshot.record.created_at_s + CREATOR_PUBLISHES_S
@@ -636,7 +640,7 @@ class Predictions:
         return snapshot
 
     async def _end_if_late(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Ends a prediction that no worker will end, because it is late or its model was withdrawn.
+        """Ends a prediction that no worker will end because it is late or its model was withdrawn.
 
         Also settles a canceled run if the process that canceled it died before doing so.
         """
@@ -669,7 +673,7 @@ class Predictions:
             return DeadlineExceeded(
                 f"deadline exceeded: the prediction did not finish within {limit_s:.3g} s"
             )
-        with suppress(UnknownModel):  # removed from the catalog, so only its record remains
+        with suppress(UnknownModel):  # model removed from the catalog, so only the record remains
             model = self._canaries.find_given_up(prediction.model)
             if model is not None and version_of(model) == prediction.version:
                 return withdrawn_error(model)

@@ -1,1 +1,1 @@
-"""Replicate's API: predictions, their events, models, files and hardware."""
+"""Replicate's API: predictions and their events, models, files, and hardware."""

@@ -160,11 +160,11 @@ class PredictionStreams:
         extra: set[str],
         held: ExitStack,
     ) -> AsyncGenerator[bytes]:
-        """Returns the events after `last_id`, and reserves room for them in `held`.
+        """Returns the events after `last_id`, and reserves room for their stream in `held`.
 
         Raises:
             BadInput: the ID does not belong to this stream.
-            Overloaded: there is no room.
+            Overloaded: there is no room for another stream.
         """
         prediction = snapshot.prediction
         kind = _stream_kind_of(self._catalog, prediction)
@@ -203,7 +203,7 @@ async def stream(
     expires: LinkExpiry = 0,
     signature: str = "",
 ) -> Response:
-    """Sends server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
+    """Sends server-sent events: logs, output, error, and done. `Last-Event-ID` resumes a stream.
 
     With `events=preview`, also sends image previews between steps, as small WebP files. With
     `events=queue`, also sends the queue position whenever it changes. The link in `urls.stream` is
@@ -226,9 +226,9 @@ async def stream(
 def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
     """Returns how the prediction's output is streamed as it is generated.
 
-    Empty if the output is only sent as a whole.
+    Empty if the output can only be sent as a whole.
     """
-    with suppress(UnknownModel):  # removed from the catalog, so only its record remains
+    with suppress(UnknownModel):  # model removed from the catalog, so only the record remains
         model = catalog.find(prediction.model)
         return "" if prediction.is_list else API_TASKS[model.task].streams(model)
     return ""

@@ -40,7 +40,7 @@ from shared.webhooks.event import tenant_secrets
 
 COG_VERSION = "0.16.0"
 """The Cog version whose schema format we follow. For versions before 0.3.9, clients treat every
-list as an iterator.
+list output as an iterator.
 """
 
 PAGE = 25
@@ -51,7 +51,7 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 
 def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
-    """Returns a model's only version, ready for JSON."""
+    """Returns a model's only version, ready to be encoded as JSON."""
     return {
         "id": version_of(model),
         "created_at": iso(created_at_s),
@@ -61,7 +61,7 @@ def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
 
 
 def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> dict[str, Any]:
-    """Returns a model in Replicate's format, ready for JSON."""
+    """Returns a model in Replicate's format, ready to be encoded as JSON."""
     return {
         "url": f"{base_url}/v1/models/{owner}/{model.name}",
         "owner": owner,
@@ -79,7 +79,7 @@ def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> 
 
 
 def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
-    """Returns a model's only deployment, ready for JSON."""
+    """Returns a model's only deployment, ready to be encoded as JSON."""
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
@@ -96,7 +96,7 @@ def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, 
 
 
 def hardware_body(kind: str) -> dict[str, Any]:
-    """Returns a GPU type from the catalog in Replicate's format, ready for JSON."""
+    """Returns a GPU type from the catalog in Replicate's format, ready to be encoded as JSON."""
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
@@ -109,7 +109,7 @@ async def list_models(
 ) -> Response:
     """Lists the models the key may use, in pages.
 
-    Under /v1, this is only for Replicate's clients (api/routes/models.py).
+    Under /v1, this serves only Replicate's clients (api/routes/models.py).
     """
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput(

@@ -1,8 +1,8 @@
-"""Batch lines that are predictions of a custom model, or flow runs.
+"""Batch lines that are flow runs or predictions of a custom model.
 
 The body is the same as for POST /v1/predictions. The response is a successful prediction without
-the fields that belong to a record. Links would expire before a batch is read, so output files are
-included as `data:` URIs.
+the fields that only a record has. Links would expire before a batch's results are read, so output
+files are included as `data:` URIs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PredictionsEndpoint(Endpoint):
     """Batch lines with the same body as POST /v1/predictions, for custom models and flows."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its files are loaded when the line runs."""
+        """Returns one item. The line's files are loaded when the line runs."""
         body = PredictionLine.model_validate_json(data, strict=True)
         model = find_version(catalog, body.version)
         if not model.definition.has_interface:
@@ -97,7 +97,7 @@ class PredictionsEndpoint(Endpoint):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the prediction with its files as `data:` URIs."""
+        """Returns the prediction with its output files as `data:` URIs."""
         (outcome,) = outcomes
         (result,) = check_results([outcome.result], CustomResult, request.model)
         files: list[Blob] = []

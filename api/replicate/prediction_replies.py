@@ -21,7 +21,7 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
-"""Maximum size, in bytes, of a class output to read from the object store."""
+"""Maximum size, in bytes, of a class's output to read from the object store."""
 
 
 @injectable

@@ -4,8 +4,8 @@ A version is a model's name in the catalog, or the ID in its entry. Any owner is
 names are unique here. Every path is served both with and without /v1, because some clients add the
 prefix themselves.
 
-Field names follow Replicate's API and, inside `input`, Replicate's Stable Diffusion models. A body
-is converted to a request with the model, its source image and its digest.
+Field names follow Replicate's API, and those in `input` follow Replicate's Stable Diffusion models.
+A body is converted to a request with the model, the source image, and the request's digest.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """Status codes documented in OpenAPI for routes that create predictions."""
 
 EARLY_S = 0.25
-"""Clients that wait n seconds disconnect half a second later. The response is sent this long before
-the n seconds are up.
+"""Clients that ask to wait n seconds disconnect half a second after that. The response is sent this
+long before the n seconds are up.
 """
 _FILTERS = frozenset(
     ("created_after", "created_before", "model", "status", "api_key_id", "include")
@@ -129,7 +129,7 @@ class PredictionBody(Body):
 
     @property
     def webhook_target(self) -> tuple[str, tuple[str, ...]]:
-        """The webhook's URL and events. Empty if there is no webhook."""
+        """The webhook's URL and events. Both are empty if there is no webhook."""
         if self.webhook_completed:
             return self.webhook_completed, ("completed",)
         if not self.webhook:
@@ -188,7 +188,7 @@ class PredictionCreator:
         own_id: str = "",
         deployment: str = "",
     ) -> Response:
-        """Creates the prediction described by a body, and waits for it as long as the caller does.
+        """Creates the prediction described by a body, and waits as long as the caller asked it to.
 
         Args:
             model: the model that computes the prediction.
@@ -197,7 +197,7 @@ class PredictionCreator:
             deployment: `owner/name` of the deployment in the path, if any.
 
         Raises:
-            PenstockError: as raised by `Recording.create`.
+            PenstockError: raised as by `Recording.create`.
             InvalidFields: the input is not valid for the model.
             BadInput: events can never be delivered to the webhook's URL.
             StorageFull: the tenant's storage quota has no room for the source image.
@@ -232,7 +232,7 @@ class PredictionCreator:
     async def _read(
         self, call: ModelCall, body: PredictionBody, model: Model
     ) -> tuple[Model, Inputs]:
-        """Returns a body's inputs, and the model that computes them."""
+        """Returns a body's inputs, and the model that runs on them."""
         stops_at_s, keep_s = call.prediction_stops_at_s(model), call.caller.plan.prediction_keep_s
         if keep_s is None:
             keep_s = self._settings.prediction_keep_s
@@ -250,7 +250,7 @@ class PredictionCreator:
 def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tuple[str, ...]]:
     """Returns the webhook URL and its events.
 
-    Rejects URLs that events could never be delivered to.
+    Rejects URLs to which events could never be delivered.
     """
     url, events = body.webhook_target
     if url:

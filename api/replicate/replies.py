@@ -18,7 +18,7 @@ Link = Annotated[str, msgspec.Meta(extra_json_schema={"format": "uri"})]
 
 
 class PredictionUrls(msgspec.Struct):
-    """URLs to fetch, cancel and stream the prediction."""
+    """URLs for fetching, canceling, and streaming the prediction."""
 
     get: Link
     cancel: Link
@@ -37,14 +37,14 @@ class StepReply(msgspec.Struct):
 
 
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
-    """In seconds under Replicate's names and in milliseconds under RunPod's.
+    """Times are in seconds under Replicate's names and in milliseconds under RunPod's.
 
     Each field appears as soon as its value is known.
 
     `truncated_tokens` is the number of tokens cut from all texts if the input has `truncate`, or
-    from image prompts if known. `input_token_count` and `output_token_count` are the numbers of
-    tokens that a text model read and generated, even if it was stopped. `device_time` is the
-    prediction's share of a whole device, and `cost_usd` is its charge, as in the usage report.
+    from image prompts if that number is known. `input_token_count` and `output_token_count` are the
+    numbers of tokens that a text model read and generated, even if it was stopped. `device_time` is
+    the prediction's share of a whole device, and `cost_usd` is its charge, as in the usage report.
     `steps` lists a flow's steps.
     """
 
@@ -80,15 +80,15 @@ class PredictionReply(msgspec.Struct):
     deployment: str | None
     source: Literal["api"]
     endpoint: str | None
-    """Extension: path of the endpoint that created it, such as `/v1/images/edits`.
+    """Extension: path of the endpoint that created the prediction, such as `/v1/images/edits`.
 
-    Null: created as a prediction. Otherwise, files may be missing from `input`.
+    Null: created as a prediction. Otherwise, `input` may be missing files.
     """
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: Any
-    """One or more vectors, image URLs, a text, or a custom model's output, as described in the
-    model's `openapi_schema`.
+    """One or more vectors, image URLs, a string of text, or a custom model's output, as described
+    in the model's `openapi_schema`.
 
     Null until the prediction has succeeded, except for a custom model that yields: its list grows
     while the prediction runs, and is kept if the prediction fails or is canceled. Prediction lists
@@ -98,8 +98,8 @@ class PredictionReply(msgspec.Struct):
     error: str | None
     metrics: PredictionTimes
     queue: QueueReply | None
-    """Null if unknown: after a worker has taken the prediction, in lists, and in the response to
-    the request that creates it.
+    """Null if it is unknown: once a worker has taken the prediction, in lists, and in the response
+    to the request that creates it.
     """
     data_removed: bool
     created_at: Moment
@@ -241,7 +241,7 @@ class Checksums(msgspec.Struct):
 
 
 class FileUrls(msgspec.Struct):
-    """URLs for the file's metadata and for its data (valid for an hour)."""
+    """URLs for the file's metadata and for its data (the latter valid for an hour)."""
 
     get: Link
     download: Link

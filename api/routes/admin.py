@@ -68,12 +68,12 @@ class RotationBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A change to a tenant: either its plan, or whether it is frozen."""
+    """A change to a tenant: to its plan, or to whether it is frozen."""
 
     plan: str | msgspec.UnsetType | None = msgspec.UNSET
     """If null, the default plan applies."""
     frozen: bool | msgspec.UnsetType = msgspec.UNSET
-    """True rejects the tenant's requests with 403 and pauses its batches. Its data is kept."""
+    """If true, rejects the tenant's requests with 403 and pauses its batches. Its data is kept."""
 
 
 class KeyObject(msgspec.Struct, kw_only=True):
@@ -153,7 +153,7 @@ class TenantObject(msgspec.Struct):
     name: str
     plan: str | None
     frozen_at: int | None = None
-    """Unix time since which the tenant's keys have been rejected."""
+    """Unix time when the tenant's keys began to be rejected."""
     object: Literal["tenant"] = "tenant"
 
 
@@ -259,7 +259,7 @@ async def list_keys(
     limit: Limit = 20,
     tenant: str = "",
 ) -> Response:
-    """Lists one tenant's keys, or every tenant's, in order of creation."""
+    """Lists one tenant's keys, or every tenant's, in the order they were created."""
     keys = [key for key in (await admin.acts.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
@@ -306,7 +306,9 @@ async def get_key(admin: KeyAdmin, key_id: str) -> Response:
     conflict=_NOT_HERE,
 )
 async def revoke_key(admin: KeyAdmin, key_id: str) -> Response:
-    """Revokes the key. All instances reject it within 5 s. It stays in the list for 90 days.
+    """Revokes the key. All instances start rejecting it within 5 s.
+
+    It stays in the list for 90 days.
 
     A key can't revoke itself, so use a different key.
     """
@@ -329,7 +331,7 @@ async def rotate_key(admin: KeyAdmin, key_id: str) -> Response:
 
 @router.get("/plans", summary="List plans", reply=PlansReply)
 async def list_plans(admin: KeyAdmin) -> Response:
-    """Lists all plans. Tenants without an assigned plan have `default`."""
+    """Lists all plans. Tenants without an assigned plan use `default`."""
     plans = (await admin.acts.read()).plans
     return _encode_uncached(PlansReply([PlanObject(name, plan) for name, plan in plans.items()]))
 
@@ -342,7 +344,7 @@ async def list_plans(admin: KeyAdmin) -> Response:
     conflict=_NOT_HERE,
 )
 async def set_plan(admin: KeyAdmin, name: str) -> Response:
-    """Sets a plan. It takes effect within seconds for all of the plan's tenants."""
+    """Sets a plan. The change takes effect within seconds for all of the plan's tenants."""
     admin.check_slashes()
     plan = await admin.read_body(Plan)
     await admin.acts.set_plan(name, plan)
@@ -381,10 +383,10 @@ async def list_tenants(admin: KeyAdmin) -> Response:
     conflict=_NOT_HERE,
 )
 async def set_tenant(admin: KeyAdmin, name: str) -> Response:
-    """Sets the tenant's plan (null: the default plan), or freezes or unfreezes it.
+    """Sets the tenant's plan (null means the default plan), or freezes or unfreezes the tenant.
 
-    All instances follow within 5 s. A key can't freeze its own tenant. Send a slash in the name as
-    %2F.
+    All instances apply the change within 5 s. A key can't freeze its own tenant. Encode a slash in
+    the name as %2F.
     """
     admin.check_slashes()
     body = await admin.read_body(TenantBody)
@@ -437,6 +439,6 @@ def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
 
 
 def _encode_uncached(reply: msgspec.Struct) -> Response:
-    # A key must not stay in a cache between the client and this API.
+    # A key must not be cached between the client and this API.
     headers = {"cache-control": "no-store"}
     return encode_json(reply, headers=headers)

@@ -1,7 +1,7 @@
-"""/v1/admin/predictions: why a prediction of any tenant is slow, failed, or costs what it does.
+"""/v1/admin/predictions: why any tenant's prediction is slow, failed, or costs what it does.
 
-For keys with the `admin` scope. Operators don't see inputs, outputs or logs. Error messages are
-left out too, because they may quote the input.
+Only for keys with the `admin` scope. Operators don't see inputs, outputs, or logs. Error messages
+are left out too, because they may quote the input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RECORD_ID = re.compile(r"pred_[0-9a-f]{24}|own_[0-9a-f]{32}")
 
 
 class AdminPrediction(msgspec.Struct, kw_only=True):
-    """A prediction of any tenant, without its input, output, and logs."""
+    """Any tenant's prediction, without its input, output, and logs."""
 
     id: str
     """The ID that the tenant uses."""
@@ -42,7 +42,7 @@ class AdminPrediction(msgspec.Struct, kw_only=True):
     api_key_id: str | None
     status: State
     attempts: Count
-    """How many times a worker has started it."""
+    """How many times a worker has started the prediction."""
     error_code: str | None
     """The first error's code, as in rows."""
     metrics: PredictionTimes

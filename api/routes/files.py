@@ -3,7 +3,7 @@
 Replicate's clients upload to the same path but use a different field. Source:
 https://platform.openai.com/docs/api-reference/files
 
-GET /v1/objects/… serves the target of a signed link. The signature replaces the API key.
+GET /v1/objects/… serves what a signed link points to. The signature replaces the API key.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class FileForm(Body):
     anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
     seconds: int | None = Field(None, ge=3600, le=30 * 24 * 3600, alias="expires_after[seconds]")
     expiry: int | None = Field(None, ge=1, le=KEEP_S // 3600)
-    """Hours, as sent by Mistral's clients."""
+    """Number of hours, as sent by Mistral's clients."""
     visibility: Option | None = None
 
 
@@ -188,7 +188,7 @@ async def create_file(
 ) -> Response:
     """Accepts form data with a `purpose` and either a batch file or an input of any kind.
 
-    Form data with the field `content` is an upload from one of Replicate's clients.
+    Form data with a `content` field is an upload from one of Replicate's clients.
     """
     call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
     name, replayed = await first_field(call.http)
@@ -210,7 +210,7 @@ async def _receive(call: Call, batch_files: BatchFiles, storage: Storage) -> Fil
             for piece in form.feed(data):
                 await upload.write(piece, is_batch=form.fields.get("purpose") == "batch")
         form.finish()
-        # Form data can't express null, so clients and pages send an empty field instead.
+        # Form data can't represent null, so clients and pages send an empty field instead.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
         upload.purpose = fields.purpose
@@ -331,7 +331,7 @@ async def _find(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
 def _parse_range(header: str, size_bytes: int) -> tuple[int, int]:
     """Returns the positions of the first byte and of the byte after the last.
 
-    For unknown range formats, the range is the whole file.
+    For an unrecognized range format, the range is the whole file.
 
     RFC 9110, section 14.2, allows a server to ignore `Range`.
     """
@@ -399,7 +399,7 @@ async def get_object(
     headers = {
         "cache-control": f"private, max-age={LINK_VALID_S}, immutable",
         "x-content-type-options": "nosniff",
-        # A custom class may return an HTML page, which must not act as one of ours.
+        # A custom class may return an HTML page, which must not be treated as one of ours.
         "content-security-policy": "sandbox; default-src 'none'",
     }
     return Response(data, headers=headers, media_type=type)

@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Values to which an expected wait is rounded up. Longer waits are shown as the last value."""
+"""Values that an expected wait is rounded up to. Longer waits are shown as the last value."""
 
 router = Router(tags=["health"])
 
@@ -56,7 +56,7 @@ async def is_alive_too() -> Response:
     },
 )
 async def is_ready(readiness: Readiness) -> Response:
-    """Returns 200 if a message makes it through Pub/Sub and back, and API keys can be checked.
+    """Returns 200 if a message can make a round trip through Pub/Sub and API keys can be checked.
 
     If Redis is unavailable or might evict records, the response is still 200, with status
     `degraded`.
@@ -133,7 +133,7 @@ def _two_digits(value: float | None) -> float | None:
 
 
 def _coarse(wait_s: float) -> float:
-    """Returns the next step of STEPS_S.
+    """Returns the next value in STEPS_S.
 
     The exact wait would reveal how many items other tenants have waiting.
     """

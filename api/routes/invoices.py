@@ -1,6 +1,6 @@
 """GET /v1/invoices: a month's invoices, as created by `penstock invoice`.
 
-A key sees its own tenant's invoice. A key with the `admin` scope sees every tenant's.
+A key sees its own tenant's invoice. A key with the `admin` scope sees every tenant's invoices.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     """Line number, from 1."""
     model: str
     kind: str
-    """computed, cached, failed, expired or canceled."""
+    """computed, cached, failed, expired, or canceled."""
     items: int
     """Number of texts, images, or predictions."""
     quantity: int
     unit: str
-    """Unit of `quantity`: tokens, images, seconds, characters, pages or requests."""
+    """Unit of `quantity`: tokens, images, seconds, characters, pages, or requests."""
     unit_price_usd: str | None
-    """Price of `price_per` units. Null if the rows, from an old release, were not charged."""
+    """Price of `price_per` units. Null if the rows come from an old release and were not charged
+    for.
+    """
     price_per: int
     """Number of units that the unit price covers: a million tokens, or 1 of any other unit."""
     price_version: str | None
@@ -57,9 +59,9 @@ class InvoiceReply(msgspec.Struct, kw_only=True):
 
     object: Literal["invoice"] = "invoice"
     number: str
-    """Unique, and stays the same whenever the invoice is recreated."""
+    """Unique; stays the same no matter how often the invoice is recreated."""
     seller: str
-    """Name and address, one per line. Empty if not set."""
+    """Name and address, with a line break between lines. Empty if not set."""
     tenant: str
     month: str
     """For example, 2026-10."""

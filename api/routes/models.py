@@ -47,9 +47,9 @@ class ModelItem(msgspec.Struct):
     """A text model's context size in tokens, including generated tokens, under vLLM's name for it.
     """
     context_length: int | msgspec.UnsetType = msgspec.UNSET
-    """The same, under OpenRouter's name for it."""
+    """Same as above, under OpenRouter's name for it."""
     rerank: Rerank | msgspec.UnsetType = msgspec.UNSET
-    """The kind of score it returns in /v1/rerank, if the model can rank."""
+    """The kind of score that the model returns in /v1/rerank, if it can rank."""
     api: ServedApi | msgspec.UnsetType = msgspec.UNSET
     """The endpoint that serves a custom model, if it is one of OpenAI's or Mistral's."""
     price: dict[str, float] = {}

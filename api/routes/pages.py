@@ -1,4 +1,4 @@
-"""The two HTML pages: GET /docs to read about and try out the API, GET /console to use it.
+"""The two HTML pages: GET /docs to read about the API and try it out, and GET /console to use it.
 
 GET / redirects to the console.
 
@@ -40,7 +40,7 @@ _CONSOLE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cross-origin-opener-policy": "same-origin",
-    # Modules from two releases must not mix, so browsers always check whether their copy is
+    # Modules from two releases must not be mixed, so browsers always check whether their copy is
     # current.
     "cache-control": "no-cache",
 }

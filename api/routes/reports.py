@@ -1,4 +1,4 @@
-"""The reports in docs/reference/reports.md that the key may see, for the console and for scripts.
+"""The reports in docs/reference/reports.md that the key may see, for the console and scripts.
 
 A key sees its own tenant's rows. A key with the `admin` scope sees every tenant's rows and all
 reports.
@@ -26,7 +26,7 @@ from shared.reports.runner import ReportResult, drawings
 from shared.settings import ApiSettings
 
 Cell = str | int | float | bool | None
-"""A table cell. Days and times are ISO 8601 text."""
+"""A table cell. Days and times are strings in ISO 8601 format."""
 
 NO_STORE = {"cache-control": "no-store"}
 PARQUET_TYPE = "application/vnd.apache.parquet"
@@ -55,7 +55,7 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     audience: Literal["tenants", "operators"]
     """`operators`: only for keys with the `admin` scope."""
     days: Annotated[int, msgspec.Meta(ge=1)]
-    """Default range, as the number of days before now."""
+    """Start of the default range, as the number of days before now."""
     filters: list[Literal["tenant", "model"]]
     """Supported filters."""
 
@@ -104,9 +104,9 @@ class ReportReply(msgspec.Struct, kw_only=True):
     owner: str
     notes: str
     since: str
-    """The start, in ISO 8601."""
+    """The start, in ISO 8601 format."""
     until: str
-    """The end, exclusive, in ISO 8601."""
+    """The end (exclusive), in ISO 8601 format."""
     tz: str
     columns: list[ReportColumnReply]
     rows: list[list[Cell]]
@@ -173,10 +173,10 @@ def _may_read(call: Call, report: Report) -> bool:
 
 
 def tenants_for(call: Call, tenants: list[str]) -> tuple[str, ...] | None:
-    """Returns the tenants whose rows to read. None means all tenants.
+    """Returns the tenants whose rows should be read. None means all tenants.
 
     Raises:
-        BadInput: the key may not read a requested tenant's rows.
+        BadInput: the key may not read the rows of a requested tenant.
     """
     if _is_admin(call):
         return tuple(tenants) or None

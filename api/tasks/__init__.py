@@ -22,7 +22,7 @@ async def read_inputs(
     """Returns the inputs of one prediction.
 
     Args:
-        raw_input: `input` in the body.
+        raw_input: the body's `input`.
         caller: owner of the files that the input may refer to.
         images: fetches and stores images the input refers to.
 

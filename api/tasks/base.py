@@ -49,7 +49,7 @@ class ApiTask(ABC):
     """
 
     input_schema: ClassVar[type[Body]]
-    """The input schema. Clients build their forms from it."""
+    """The input schema. Clients use it to build their forms."""
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
 
@@ -62,7 +62,7 @@ class ApiTask(ABC):
         return self.output_schema
 
     def streams(self, model: Model) -> StreamKind:
-        """Returns the format in which workers write partial output to Redis, for streams.
+        """Returns the format in which workers write partial output to Redis for streaming.
 
         Empty: nothing is written until the output is complete. `text`: piece by piece. `items`: one
         line of JSON per element.
@@ -76,10 +76,10 @@ class ApiTask(ABC):
         """Returns one prediction's items.
 
         Args:
-            raw_input: `input` in the body.
+            raw_input: the body's `input`.
             images: fetches and stores images the input refers to.
 
         Raises:
             pydantic.ValidationError: a field is invalid.
-            BadInput: the model can't compute it.
+            BadInput: the model can't run on this input.
         """

@@ -32,8 +32,8 @@ from shared.models.tasks.custom import (
 )
 
 MAX_VALUES_BYTES = 16 * 1024 * 1024
-"""Maximum JSON size, in bytes, of inputs excluding files. Values that don't fit into a message are
-stored separately.
+"""Maximum size of the inputs as JSON, in bytes, excluding files. Values that don't fit in a message
+are stored separately.
 """
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
@@ -87,8 +87,8 @@ def validate_input(
     """Validates an input against its model's interface.
 
     Args:
-        raw_input: `input` in the body.
-        max_bytes: maximum JSON size of the values, excluding files.
+        raw_input: the body's `input`.
+        max_bytes: maximum size of the values as JSON, excluding files.
 
     Returns:
         The input without its files, and the files.
@@ -98,7 +98,7 @@ def validate_input(
         BadInput: the input is too large, or has too many files.
     """
     interface = interface_of(model)
-    # Null means the same as absent, because Replicate's clients send null.
+    # Null means the same as a missing value, because Replicate's clients send null.
     present = {name: value for name, value in raw_input.items() if value is not None}
     validator_of(interface).model_validate(present, strict=True)
     files = list(_files(present, interface))
@@ -118,7 +118,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
     """Rejects integers that messages can't represent.
 
     Raises:
-        BadInput: an integer is too large. The message names the input that contains it.
+        BadInput: an integer is too large. The error message names the input that contains it.
     """
     try:
         msgspec.msgpack.encode(values)
@@ -129,8 +129,8 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 
 
 def max_values_bytes(model: Model) -> int:
-    """Returns the maximum JSON size, in bytes, of an input to `store_large_values`."""
-    is_flow = isinstance(model, Flow)  # its engine reads the values
+    """Returns the maximum JSON size, in bytes, of an input passed to `store_large_values`."""
+    is_flow = isinstance(model, Flow)  # a flow's engine reads the values
     return MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
 
 
@@ -141,17 +141,17 @@ async def store_large_values(
     caller: ImageCaller,
     raw_input: dict[str, Any] | None = None,
 ) -> None:
-    """Stores the largest values as JSON files until the rest fits into a message.
+    """Stores the largest values as JSON files until the rest fits in a message.
 
     A worker reads them back (workers/models/custom/preparation.py).
 
     Args:
         caller: owner of the files in `raw_input`.
-        raw_input: the input as shown to its caller, with each stored value replaced by a link.
+        raw_input: the input as shown to its caller; each stored value in it is replaced by a link.
             None if callers can't read the input.
 
     Raises:
-        InputTooLarge: a secret does not fit into a message. Secrets are never stored.
+        InputTooLarge: a secret does not fit in a message. Secrets are never stored.
         StorageFull: the tenant's storage quota is used up.
         Unavailable: the object store is unreachable.
     """
@@ -198,7 +198,7 @@ def input_of_fields(
 
 
 class FieldNames(NamedTuple):
-    """The names an endpoint uses for its class's or flow's inputs.
+    """The names that an endpoint uses for the inputs of its class or flow.
 
     Args:
         names: the endpoint's field names, keyed by input name, where the two differ.
@@ -225,7 +225,7 @@ class FieldNames(NamedTuple):
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Replaces input names with the endpoint's field names in errors from the block."""
+        """Replaces input names with the endpoint's field names in errors raised in the block."""
         try:
             yield
         except BadInput as error:
@@ -246,8 +246,8 @@ async def add_files(
     Args:
         files: the files returned by `validate_input`.
         caller: owner of the files that the input may refer to.
-        raw_input: the input as shown to its caller. Each `data:` URI is stored and replaced by a
-            link. None if the input is not shown.
+        raw_input: the input as shown to its caller. Each `data:` URI in it is stored and replaced
+            by a link. None if the input is not shown.
 
     Raises:
         BadInput: the file does not exist, or fetching it is not allowed.
@@ -303,7 +303,7 @@ def _files(values: dict[str, Any], interface: ModelInterface) -> Iterator[FileIn
 
 
 def _without_files(values: dict[str, Any], files: Sequence[FileInput]) -> dict[str, Any]:
-    """Returns the input with null in place of each file."""
+    """Returns the input with each file replaced by null."""
     stripped_values = dict(values)
     for at, _ in files:
         name = str(at[0])
@@ -318,7 +318,7 @@ def validator_of(interface: ModelInterface) -> type[BaseModel]:
     fields: dict[str, Any] = {}
     for number, (name, shape) in enumerate(interface.properties.items()):
         default = ... if name in required else None
-        # By alias, because an input may have a name that pydantic uses itself.
+        # By alias, because an input may have a name that pydantic itself uses.
         fields[f"input_{number}"] = (_type_of(shape), Field(default, alias=name))
     return create_model("Input", __config__=ConfigDict(extra="forbid"), **fields)
 
@@ -356,7 +356,7 @@ def _type_of(shape: dict[str, Any]) -> Any:
 
 
 def _pattern_of(regex: str) -> str:
-    """Returns a regular expression that is anchored at the start, as in Cog.
+    """Returns a regular expression anchored at the start, as Cog does.
 
     Empty if the pattern requires Python's engine, whose running time is unbounded. In that case,
     the class's process checks the value.

@@ -28,12 +28,12 @@ text.
 
 WindowUnit = Literal["sentence", "tokens"]
 MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
-"""Maximum text per request: about 1,200 pages, which is more than the windows can hold.
+"""Maximum amount of text per request: about 1,200 pages, which is more than the windows can hold.
 
 Splitting a text into windows is free of charge, so it needs a limit.
 """
 _BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
-# A match begins at the first character of a run and takes the whole run, so the time is linear in
+# A match begins at the first character of a run and covers the whole run, so the time is linear in
 # the length of the text.
 _SENTENCE_END = re.compile(
     r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
@@ -45,10 +45,11 @@ _SENTENCE_END = re.compile(
 _INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
 _LOOK_BACK = 32
 _LONGEST_WORD = 4096
-"""Maximum number of characters to back up from a section's end to find the end of a word."""
+"""Maximum number of characters to move back from a section's end to find the end of a word."""
 
 MAX_TEXTS = 128
-"""A prediction is one message and its reply is another. Both must stay far below Pub/Sub's 10 MB.
+"""A prediction is one message and its reply is another. Both must stay well below Pub/Sub's 10 MB
+limit.
 """
 MAX_TEXT_BYTES = 1024 * 1024
 _VECTOR = {"type": "array", "items": {"type": "number"}}
@@ -72,10 +73,10 @@ def text_inputs(
     Args:
         texts_or_tokens: one or more texts or token lists.
         truncate: the side on which to cut a text that is too long.
-        tokenizer: the model whose tokenizer, according to the caller, produced the token IDs.
+        tokenizer: the model whose tokenizer produced the token IDs, according to the caller.
 
     Raises:
-        BadInput: there are too many inputs, or token IDs without the model's tokenizer name.
+        BadInput: there are too many inputs, or token IDs without the name of the model's tokenizer.
         InputTooLarge: an input is too long for the model.
     """
     listed = (
@@ -130,11 +131,11 @@ class Window(NamedTuple):
 
 
 def sections_of(text: str, max_bytes: int) -> list[str]:
-    """Splits a text between words into sections of at most `max_bytes`.
+    """Splits a text into sections of at most `max_bytes`, between words.
 
     Sections are tokenized separately.
 
-    A longer word may be cut anywhere.
+    A word that is longer may be cut anywhere.
     """
     longest = max_bytes if text.isascii() else max_bytes // 4
     sections, at = [], 0
@@ -150,7 +151,7 @@ def sections_of(text: str, max_bytes: int) -> list[str]:
 def sentence_starts(text: str) -> list[int]:
     """Returns the positions at which sentences begin.
 
-    A sentence ends after `.`, `!`, `?` or `…` followed by whitespace, unless a lowercase letter
+    A sentence ends after `.`, `!`, `?`, or `…` followed by whitespace, unless a lowercase letter
     follows, or after a blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8,
     SB11). It does not end after an initial, or at a line break, because many texts have lines of
     fixed width.
@@ -177,16 +178,16 @@ def windows_of(
 ) -> list[Window]:
     """Splits a text into windows of at most `tokens` tokens.
 
-    A window ends after a sentence or a word. A unit longer than a window is split at the next
-    smaller unit: a sentence between words, a word between tokens.
+    A window ends after a whole sentence or word. A unit that is longer than a window is split into
+    the next smaller unit: a sentence between words, a word between tokens.
 
     Args:
         sections: tokens in each of the text's sections, in order.
         lengths: length of each section, in characters.
-        tokens: maximum tokens per window, without special tokens.
+        tokens: the maximum number of tokens per window, not counting special tokens.
         overlap: maximum number of tokens that a window repeats from the previous window, in whole
             units.
-        by: unit at which windows begin and end.
+        by: the unit at whose boundaries windows begin and end.
         max_windows: stop once there is one more window than this.
     """
     starts = _token_starts(sections, lengths)
@@ -217,7 +218,7 @@ def _token_starts(sections: Sequence[TextTokens], lengths: Sequence[int]) -> NDA
 def _cuts(
     count: int, units: Sequence[NDArray[np.int64]], tokens: int, overlap: int, max_windows: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields each window's first token and the token after its last."""
+    """Yields the index of each window's first token and of the token after its last."""
     begin = 0
     for _ in range(max_windows + 1):
         if begin + tokens >= count:
@@ -269,7 +270,7 @@ class TextsInput(Body):
 
     @property
     def given(self) -> str | list[str]:
-        """The text, or the texts."""
+        """The text or texts."""
         value = self.text or self.texts or self.input
         assert value is not None, "validated when the body was read; this is a bug"
         return value
@@ -316,7 +317,7 @@ def normalize_rows(matrix: NDArray[Any]) -> NDArray[np.float32]:
     """Returns the matrix with every row scaled to length 1.
 
     Raises:
-        ModelFailed: a row is zero.
+        ModelFailed: a row is all zeros.
     """
     doubles = matrix.astype(np.float64)  # the squares of large floats overflow
     lengths = np.linalg.norm(doubles, axis=1, keepdims=True)

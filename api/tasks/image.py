@@ -1,4 +1,4 @@
-"""Predictions with image models: images drawn from a prompt, or from an image and a prompt."""
+"""Predictions with image models: images generated from a prompt, or from an image and a prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _or_one_number(schema: dict[str, Any]) -> None:
 
 
 class ImagePredictionInput(ImageFields):
-    """Input for image models. With `image`, it runs image-to-image at `strength`."""
+    """Input for image models. With `image`, the model runs image-to-image at `strength`."""
 
     image: str | None = Field(
         None,
@@ -133,7 +133,7 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def source(self) -> ImageSource | None:
-        """The image to start from, or None to start from just the prompt."""
+        """The image to start from, or None to start from the prompt alone."""
         if self.image is None:
             return None
         return ImageSource(
@@ -179,7 +179,7 @@ class ImageApi(ApiTask):
             "num_inference_steps": model.image.steps,
             "guidance_scale": model.image.guidance_scale,
         }
-        # A pipeline may lack some of them.
+        # A pipeline may not have all of them.
         for name in usual.keys() & fields.keys():
             fields[name]["default"] = usual[name]
         if model.image.interface is not None and "text" not in model.image.interface.tasks:
@@ -209,14 +209,14 @@ class ImageApi(ApiTask):
 
 
 def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:
-    """Checks that the padding leaves part of the image visible, at a supported size.
+    """Checks that the padding leaves part of the image visible and that its size is supported.
 
     Raises:
         BadInput: no part is visible, or the size is not supported.
     """
     across, down = sides[0] + sides[2], sides[1] + sides[3]
     if size is None:
-        # The size is then computed as a multiple, not counting the padding.
+        # In that case, the size is computed as a multiple, not counting the padding.
         if across % model.image.multiple or down % model.image.multiple:
             reason = (
                 "left plus right and top plus bottom must be multiples of "
@@ -238,14 +238,14 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 
 def images_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult | None]:
-    """Returns the images from a successful request. None stands for a withheld image."""
+    """Returns the images from a successful request. None represents a withheld image."""
     if isinstance(run := outcomes[0].result, ImagesResult):
         return run.images
     return [*check_results((outcome.result for outcome in outcomes), ImageResult, model)]
 
 
 def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
-    """Returns the flow for images from `model`, or the model itself if no steps follow.
+    """Returns the flow for images from `model`, or just the model if no steps follow.
 
     Args:
         upscale: factor by which to enlarge images, or None to leave them as they are.
@@ -260,12 +260,12 @@ def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
 
 
 def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, Inputs]:
-    """Returns the model and the inputs to compute: a flow, if more steps follow the images.
+    """Returns what to run and its inputs: the model, or a flow if more steps follow the images.
 
     Args:
         read: the request's inputs. Large sources are in the object store.
-        model: the model named in the request. If it does not draw images, no steps follow.
-        catalog: contains the models that the steps use.
+        model: the model named in the request. If it does not generate images, no steps follow.
+        catalog: contains the models that the flow's steps use.
 
     Raises:
         BadInput: the model's images can't be enlarged.

@@ -47,7 +47,7 @@ class TextsToCompare(Body):
 
 
 class SimilarityApi(ApiTask):
-    """The output is a list of cosines."""
+    """The output is a list of cosine similarities."""
 
     input_schema = TextsToCompare
     output_schema: ClassVar = {

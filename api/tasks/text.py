@@ -42,13 +42,13 @@ class PromptToContinue(Body):
 
 
 class GenerationApi(ApiTask):
-    """The output is a text."""
+    """The output is a string."""
 
     input_schema = PromptToContinue
     output_schema: ClassVar = {"type": "string"}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """Returns the input schema, with the model's default and maximum lengths."""
+        """Returns the input schema, including the model's default and maximum lengths."""
         schema = super().input_schema_of(model)
         length = schema["properties"]["max_tokens"]
         length["default"] = model.generation.default_tokens

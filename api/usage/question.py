@@ -20,12 +20,14 @@ from shared.reports.definitions import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
-"""Buckets per page, by bucket width: default and maximum."""
+"""Default and maximum number of buckets per page, by bucket width."""
 COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
 UNKNOWN_FILTERS = ("user_ids", "sizes", "sources", "batch")
-"""Filters in OpenAI's API that our rows do not support. Ignoring them would return all usage."""
+"""Filters in OpenAI's API that our rows do not support. If we ignored them, all usage would be
+returned.
+"""
 KEPT_S = ROWS_KEPT_DAYS * 86_400
 MAX_NAMES = 100
 _PAGE = re.compile(r"page_([0-9]{1,11})")
@@ -52,7 +54,7 @@ def read_question(
     Args:
         tenants: the tenants whose rows the caller may see. None means all tenants.
         tasks: tasks whose rows are requested. None means all tasks.
-        is_of_costs: True if costs are requested, which support different groupings.
+        is_of_costs: True if costs are requested, which support different groupings from usage.
 
     Raises:
         BadInput: a value is missing or invalid. `field` is its name.
@@ -102,7 +104,7 @@ def _read_span(params: QueryParams) -> tuple[int, int, int]:
 
 
 def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
-    """Reads `from` and `to`: Unix seconds or UTC dates. None if both are missing.
+    """Parses `from` and `to`, which are Unix seconds or UTC dates. None if both are missing.
 
     Raises:
         BadInput: a value is invalid. `field` is its name.

@@ -1,4 +1,4 @@
-"""Queries usage in BigQuery, with one parameterized query and a limit on the bytes it reads."""
+"""Queries usage in BigQuery, with one parameterized query and a limit on how much it reads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class UsageQuery(NamedTuple):
     start_s: int
     """Start of the first bucket, Unix time."""
     end_s: int
-    """Requests must have been received before this Unix time."""
+    """Only requests received before this Unix time are included."""
     width_s: int
     """Bucket width."""
     tenants: tuple[str, ...] | None
-    """Tenants to include. None means all tenants, and is only for administrators."""
+    """Tenants to include. None means all tenants, which is only for administrators."""
     models: tuple[str, ...] | None = None
     keys: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
@@ -65,8 +65,8 @@ class UsageRows:
 
     Args:
         project: the dataset's project, which is billed for the queries.
-        endpoint: URL of an embedded BigQuery, or empty for Google's.
-        most_bytes: maximum bytes that a query may read; larger queries are rejected.
+        endpoint: URL of an embedded BigQuery, or empty to use Google's.
+        most_bytes: maximum number of bytes that a query may read; larger queries are rejected.
     """
 
     def __init__(self, project: str, dataset: str, endpoint: str, most_bytes: int) -> None:

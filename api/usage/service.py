@@ -1,7 +1,7 @@
 """Reads usage and runs reports with a few concurrent queries, shared fairly among tenants.
 
-Usage is cached for KEEP_S, so frequent requests cost nothing, and figures lag behind BigQuery's by
-at most KEEP_S.
+Usage is cached for KEEP_S, so frequent requests cost nothing, and the numbers lag behind BigQuery's
+by at most KEEP_S.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from shared.reports.runner import ReportResult, ReportRunner, translate_errors
 from shared.usage.bigquery import open_client
 
 MAX_RUNNING = 4
-"""Maximum number of concurrent queries. Each occupies a thread for about a second."""
+"""Maximum number of concurrent queries. Each query occupies a thread for about a second."""
 MAX_OF_ONE_TENANT = 4
 """Maximum number of running or waiting queries per tenant."""
 MAX_CLAIMED = 64
 """Maximum number of running or waiting queries.
 
-Even with sixteen tenants at their maximum, there is room for others.
+Even with sixteen tenants at their maximum, there is room for queries from others.
 """
 
 Answer = TypeVar("Answer")
@@ -44,7 +44,7 @@ MAX_ROWS = 5_000
 class QueryPermits:
     """Limits and orders the queries that tenants run in BigQuery.
 
-    A tenant that has the queue to itself runs two queries at a time, leaving two threads free
+    A tenant that has the queue to itself runs two queries at a time, which leaves two threads free
     (shared/process/concurrency.py).
     """
 
@@ -65,14 +65,14 @@ class QueryPermits:
         self._claimed[tenant] += 1
 
     async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:
-        """Calls a blocking function during a tenant's claimed turn."""
+        """Calls a blocking function during a turn that a tenant has claimed."""
         async with self.hold_turn(tenant):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, function, *args)
 
     @asynccontextmanager
     async def hold_turn(self, tenant: str) -> AsyncIterator[None]:
-        """Waits for a tenant's claimed turn, and holds it for the duration of the block."""
+        """Waits for a turn that a tenant claimed, and holds it for the duration of the block."""
         try:
             await self._turns.take(tenant)
             try:
@@ -109,10 +109,10 @@ class UsageService:
         self._reads: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        """Returns usage data at most KEEP_S old for a request from `tenant`.
+        """Returns usage data that is at most KEEP_S old, for a request from `tenant`.
 
         Raises:
-            BadInput: the result has too many groups.
+            BadInput: the result would have too many groups.
             Overloaded: too many queries are running.
         """
         task = self._reads.get(query)
@@ -143,12 +143,12 @@ class UsageService:
 
 
 class ReportDataset(NamedTuple):
-    """The dataset that contains the rows, and the maximum bytes that a query may read."""
+    """The dataset that contains the rows, and the maximum number of bytes that a query may read."""
 
     project: str
     dataset: str
     endpoint: str
-    """URL of an embedded BigQuery, or empty for Google's."""
+    """URL of an embedded BigQuery, or empty to use Google's."""
     most_bytes: int
 
 
@@ -175,7 +175,8 @@ class ReportService:
         """Runs one report for `tenant`.
 
         Raises:
-            BadInput: the report does not support the filter, or the result has too many rows.
+            BadInput: the report does not support the filter, or the result would have too many
+                rows.
             Overloaded: too many queries are running.
             Unavailable: BigQuery is unreachable or rejected the query.
         """
@@ -185,7 +186,7 @@ class ReportService:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         # A thread can't be stopped, so the permit is held until its query ends, even after the
-        # caller disconnects. BigQuery ends it after QUERY_LIMIT_S.
+        # caller disconnects. BigQuery ends the query after QUERY_LIMIT_S.
         return await asyncio.shield(task)
 
     def _read(

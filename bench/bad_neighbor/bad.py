@@ -41,13 +41,13 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""How long each of its connections waits after a rejection, instead of the time in `Retry-After`.
+"""How long each connection waits after a rejection, instead of the time in `Retry-After`.
 """
 TIDY_LIMIT_S = 20.0
 KEY = bearer(BAD)
 SPENT_KEY = bearer(SPENT)
 DAYS = 400
-"""The largest range that a usage query may have."""
+"""The largest range that a usage query may cover."""
 MAX_COST_DAYS = 180
 DAY_S = 86_400
 MIB = 1024 * 1024
@@ -80,7 +80,7 @@ class BadReport(msgspec.Struct):
     refused: int
     """Number of 4xx, 503, or 504 responses."""
     statuses: dict[int, int]
-    """Number of responses by status. 0 means no response or a closed connection."""
+    """Number of responses by status. 0 means no response or that the connection was closed."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
@@ -88,7 +88,7 @@ class BadReport(msgspec.Struct):
 
 
 class Bad:
-    """The tenant's client. Each method acts once, or until it is canceled."""
+    """The tenant's client. Each method acts once, or keeps acting until it is canceled."""
 
     def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
         self._order = order
@@ -118,7 +118,7 @@ class Bad:
                 await act()
 
     async def run(self) -> None:
-        """Sends its load for the order's duration, then abandons any unfinished requests."""
+        """Sends its load for the duration of the order, then abandons any unfinished requests."""
         async with AsyncExitStack() as undo:
             if "webhooks" in self._order.surfaces:
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
@@ -184,14 +184,14 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Requests work at batch priority, with responses that show how long a batch takes."""
+        """Requests work at batch priority; the responses show how long a batch takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
     async def _short_text(self) -> int:
         """Requests a text like those in its predictions.
 
-        The response shows how long their batches take.
+        The response shows how long batches of them take.
         """
         status = await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(4)}, PATIENT)
         await asyncio.sleep(AFTER_REFUSAL_S)
@@ -369,7 +369,7 @@ def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _message(said: bytes) -> str:
-    """Returns an error's text with 0 for every number, so similar errors are counted together."""
+    """Returns an error's text with all numbers set to 0, so similar errors are counted together."""
     with suppress(msgspec.DecodeError, AttributeError):
         reply = msgspec.json.decode(said)
         said = str(reply.get("detail") or reply["error"]["message"]).encode()
@@ -377,7 +377,7 @@ def _message(said: bytes) -> str:
 
 
 def _largest_range() -> tuple[int, int]:
-    """Returns a time range that is not covered by any cached response."""
+    """Returns a time range that no cached response covers."""
     end_s = int(time.time()) - random.randrange(DAY_S)
     return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
 
@@ -402,7 +402,7 @@ async def _hanging(count: int) -> AsyncIterator[list[str]]:
 
 
 async def do_worst(order: BadOrder, may_begin: Callable[[], object]) -> BadReport:
-    """Carries out the order on this event loop, once `may_begin` has returned."""
+    """Carries out the order on this event loop once `may_begin` has returned."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120.0)
     async with aiohttp.ClientSession(headers=KEY, connector=connector, timeout=timeout) as http:

@@ -1,14 +1,15 @@
-"""The noisy tenant's effect on a quiet tenant per surface, its limit, and a table of all surfaces.
+"""The noisy tenant's effect on a quiet tenant on each surface, its limit, and a table of all.
 
-The p99 alongside the noisy tenant is at most `RATIO * max(alone, same CPU) + unit`:
+With the noisy tenant active, the quiet tenant's p99 may be at most `RATIO * max(alone, same CPU) +
+unit`:
 
-- `alone` is the quiet tenant's p99 by itself, and `same CPU` is its p99 alongside the same CPU load
-without requests (cpu_load.py). With enough cores, the two are equal.
-- `unit` is the part of the noisy tenant's work that can't be interrupted or is computed together
-with the quiet tenant's. A text, an image, a batch line, or a prediction waits for the running
-batch, and then runs in a batch that the noisy tenant fills. A generated text has one step for its
-prompt and one for each token, and each step also computes a token for every text from the noisy
-tenant.
+- `alone` is the quiet tenant's p99 with no other load, and `same CPU` is its p99 alongside the same
+CPU load without requests (cpu_load.py). With enough cores, these two are equal.
+- `unit` is the part of the noisy tenant's work that can't be interrupted or that runs together with
+the quiet tenant's work. A text, an image, a batch line, or a prediction waits for the batch that is
+running and then runs in a batch that the noisy tenant fills. A generated text takes one step for
+its prompt and one for each token, and each step also generates a token for every text from the
+noisy tenant.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Beside:
 
     surface: str
     is_of_all: bool = False
-    """True if both tenants were on all surfaces at once."""
+    """True if both tenants used all surfaces at once."""
     alone: Noticed = field(default_factory=Noticed)
     same_cpu: Noticed = field(default_factory=Noticed)
     """Latencies alongside the same CPU load without requests."""
@@ -54,7 +55,7 @@ class Beside:
     cores: list[float] = field(default_factory=list)
     """Cores used by the noisy tenant in each round, including the work it caused in the stack."""
     burned_cores: list[float] = field(default_factory=list)
-    """Cores used by the same load without requests in each round."""
+    """Cores used in each round by the same load without requests."""
 
     @property
     def name(self) -> str:
@@ -69,8 +70,8 @@ class Beside:
     def unit_ms(self) -> float:
         """The noisy tenant's work that can't be interrupted or is computed together with ours.
 
-        This is the running batch, plus the batch with the quiet tenant's item, which the noisy
-        tenant fills.
+        This is the batch that is running, plus the batch that contains the quiet tenant's item,
+        which the noisy tenant fills.
         """
         if self.surface in WAITS_FOR_A_BATCH:
             return 2 * self.batch_ms
@@ -83,7 +84,7 @@ class Beside:
 
     @property
     def verdict(self) -> str:
-        """The p99 as a share of its limit."""
+        """The p99 as a fraction of its limit."""
         beside_ms = percentile(self.beside, 99)
         if beside_ms <= RATIO * percentile(self.alone, 99):
             return f"{RATIO:g} x alone"
@@ -98,7 +99,7 @@ class Beside:
 
     @property
     def lost(self) -> int:
-        """The quiet tenant's requests that have neither a time nor a rejection."""
+        """The quiet tenant's requests that have neither a response time nor a rejection."""
         return sum(
             drive.sent - len(drive.took_ms) - drive.refused.total() for drive in self._drives
         )
@@ -173,7 +174,7 @@ def cells(line: Beside) -> tuple[str, ...]:
 
 
 def outcome_of(lines: Sequence[Beside]) -> Outcome:
-    """Returns the measurement's figures for storage.
+    """Returns the measurement's results for storage.
 
     The measurement fails if any of the quiet tenant's requests was rejected or not counted.
     """
@@ -193,7 +194,8 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
 def _figures(line: Beside) -> list[Figure]:
     alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
-    # Eight surfaces at once share one machine's cores, which the pipeline can't divide.
+    # Eight surfaces running at once share one machine's cores, and the pipeline can't partition
+    # them.
     bound = () if line.is_of_all else ("<=", line.limit_ms)
     return [
         Figure(f"{line.name}: quiet alone, p99", alone, "ms"),

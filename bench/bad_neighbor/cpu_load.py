@@ -1,11 +1,12 @@
-"""The measurement's control: the same CPU load as a noisy tenant's, but without its requests.
+"""The measurement's control: the CPU load that a noisy tenant causes, but without its requests.
 
-Both tenants share the cores with the entire stack. The pipeline can't divide CPU time, and with
-more cores a quiet tenant would notice nothing. So the CPU time that each process spends on the
-noisy tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the
-same length, while the quiet tenant has the pipeline to itself.
+Both tenants share the cores with the entire stack. The pipeline can't divide up CPU time, but with
+more cores a quiet tenant would not notice any of this. That is why the CPU time that each process
+spends on the noisy tenant is measured. Then the same number of processes use the same CPU time, in
+bursts of the same length, while the quiet tenant has the pipeline to itself.
 
-Run as a process, it burns CPU: it reads an order on stdin, and writes the cores it got to stdout.
+When run as a process, it burns CPU time: it reads an order on stdin and writes the number of cores
+it used to stdout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import psutil
 
 NICENESS = 10
 MIN_CORES = 0.005
-"""A process's CPU load is not reproduced if it is lower than this."""
+"""A process's CPU load is not reproduced if it is below this."""
 MIN_BURST_S, MAX_BURST_S = 0.0001, 0.1
 END_LIMIT_S = 30.0
 
@@ -49,7 +50,7 @@ class CpuTime(NamedTuple):
 
 
 Parts = dict[str, dict[int, CpuTime]]
-"""Each part's processes by ID. A part is an operating system session."""
+"""Each part's processes, keyed by ID. A part is an operating system session."""
 
 
 def cpu_times(leaders: Mapping[str, int]) -> Parts:
@@ -115,12 +116,12 @@ def _added(alone: CpuDrive, beside: CpuDrive, part: str, pid: int) -> CpuBurst |
 
 
 def cores_of(load: Load) -> float:
-    """Returns the CPU seconds per second of all parts together."""
+    """Returns the total CPU seconds per second of all parts."""
     return sum(burst.cores for bursts in load.values() for burst in bursts)
 
 
 class BurnOrder(msgspec.Struct):
-    """CPU load to burn for one part, for how long, and whether at a lower priority."""
+    """The CPU load to burn for one part, for how long, and whether to do it at a lower priority."""
 
     bursts: list[CpuBurst]
     seconds: float
@@ -133,7 +134,7 @@ async def burning(
 ) -> AsyncIterator[list[float]]:
     """Burns the load while the block runs.
 
-    Afterwards, the list contains the number of cores it got.
+    After the block, the list contains the number of cores it used.
     """
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     cores_got: list[float] = []
@@ -159,7 +160,7 @@ async def _burn_part(order: BurnOrder) -> float:
 
 
 def burn(burst: CpuBurst, seconds: float) -> float:
-    """Burns CPU on this thread. Returns the CPU seconds used."""
+    """Burns CPU time on this thread. Returns the CPU seconds used."""
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
     due_s, period_s = began_s, burst.burst_s / burst.cores
     while (now_s := time.monotonic()) < began_s + seconds:

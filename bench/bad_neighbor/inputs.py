@@ -1,6 +1,6 @@
-"""Both tenants' inputs: words, images, and batch lines that are not in any cache.
+"""Both tenants' inputs: words, images, and batch lines that no cache contains.
 
-It imports little, because the noisy tenant's process imports it and should start quickly.
+This module imports little, because the noisy tenant's process imports it and should start quickly.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _WORDS = [
 
 
 def text(words: int) -> str:
-    """Returns a text with this many words. It starts with a number, so all texts differ."""
+    """Returns a text with this many words. The text starts with a number, so all texts differ."""
     chosen = random.choices(_WORDS, k=max(1, words - 1))
     return " ".join([str(random.randrange(2**48)), *chosen])
 
 
 def noise_image(side: int) -> str:
-    """Returns a PNG of noise as a data: URI, `side` pixels wide and high."""
+    """Returns a PNG image of noise, `side` pixels wide and high, as a data: URI."""
     noise = np.random.default_rng().integers(0, 255, (side, side, 3), dtype=np.uint8)
     return _png(Image.fromarray(noise))
 
 
 def plain_image(side: int) -> str:
-    """Returns the same image in a single color, with few bytes, but just as many pixels."""
+    """Returns an image of the same size in a single color: few bytes, but just as many pixels."""
     return _png(Image.new("RGB", (side, side), "navy"))
 
 

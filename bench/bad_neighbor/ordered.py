@@ -1,7 +1,7 @@
 """A separate process that prepares its ordered work and waits for the signal to start.
 
-It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It starts at
-the next line, and writes a report when it is done. Both sides are here.
+It reads its order, a line of JSON, from stdin, and writes READY once it has prepared its work. It
+starts when it receives the next line, and writes a report when it is done. Both sides are here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OrderedProcess:
         self._process.stdin.write(b"\n")
 
     async def report(self, kind: type[S], limit_s: float) -> S:
-        """Waits up to `limit_s` for it to finish. Returns its report."""
+        """Waits up to `limit_s` for the process to finish. Returns its report."""
         async with asyncio.timeout(limit_s):
             output, _ = await self._process.communicate()
         return msgspec.json.decode(output, type=kind)
@@ -46,15 +46,15 @@ async def ordered(
 ) -> AsyncIterator[OrderedProcess]:
     """Starts a process with an order, and waits until the process is ready.
 
-    It is killed after the block.
+    The process is killed after the block.
 
     Args:
         words: the module to run and its arguments.
         limit_s: time limit for becoming ready.
 
     Raises:
-        RuntimeError: it exited before it was ready.
-        TimeoutError: it was not ready in time.
+        RuntimeError: the process exited before it was ready.
+        TimeoutError: the process was not ready in time.
     """
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

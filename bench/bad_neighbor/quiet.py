@@ -1,4 +1,4 @@
-"""The quiet tenant: on each surface, a low, steady rate of small requests, each one timed."""
+"""The quiet tenant: a low, steady rate of small requests on each surface, each of them timed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ LIMIT_S = 60.0
 """Time after which a request counts as unanswered."""
 BATCH_LINES, POLL_S = 4, 0.1
 TOKENS = 16
-"""The longest text it requests."""
+"""The longest text that the quiet tenant requests."""
 UPLOAD_LINES = 200
 DAY_S = 86_400
 RANGE_DAYS = 30
 
 
 class RefusedError(Exception):
-    """An unexpected response. The first argument is its status and text."""
+    """An unexpected response. The first argument is the response's status and text."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Quiet:
         await self._upload(batch_file(UPLOAD_LINES, 4))
 
     async def reports(self) -> None:
-        """Queries a month of usage. A range that starts at a different second is in no cache."""
+        """Queries usage for a month. A range that starts at a different second is in no cache."""
         now_s = int(time.time())
         start_s = now_s - RANGE_DAYS * DAY_S - time.monotonic_ns() % DAY_S
         await self._get(f"/v1/usage?from={start_s}&to={now_s}")
@@ -117,7 +117,7 @@ class Quiet:
         await arrived.wait()
 
     async def streams(self) -> None:
-        """Reads a chat, streamed token by token, to the end."""
+        """Reads a chat to the end, streamed token by token."""
         body = chat(WRITER, 4, TOKENS, stream=True)
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             await _check(answer)
@@ -168,7 +168,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 class Surface(NamedTuple):
-    """A part of the API, with the quiet tenant's action on it and its rate."""
+    """A part of the API, the quiet tenant's action on it, and how often it acts."""
 
     name: str
     every_s: float
@@ -215,10 +215,10 @@ async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
 
 
 async def notice(quiet: Quiet, surfaces: Sequence[Surface], seconds: float) -> dict[str, Noticed]:
-    """Acts on each surface at its rate for `seconds`, and waits for all started requests.
+    """Uses each surface at its rate for `seconds`, and waits for all of the requests it started.
 
     Returns:
-        Results by surface name. A request is timed from when it was due.
+        Results by surface name. A request's time is measured from when it was due.
     """
     noticed = {surface.name: Noticed() for surface in surfaces}
     async with asyncio.TaskGroup() as drives:

@@ -1,8 +1,8 @@
-"""A quiet tenant on each surface: alone, alongside a noisy one, and alongside the same CPU load.
+"""A quiet tenant on each surface: alone, alongside a noisy tenant, and alongside the same CPU load.
 
-That CPU load (cpu_load.py) doesn't come from requests, so it shows how much of the effect is due to
-this machine's shared cores. The limit is in comparison.py. There is no limit for all surfaces at
-once.
+That CPU load (cpu_load.py) doesn't come from requests, so it shows how much of the effect is caused
+by sharing this machine's cores. The limit is in comparison.py. There is no limit for the
+measurement of all surfaces at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from infra.local.stack import Stack
 SECONDS, ROUNDS = 20.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 4.0, 2
 LEAD_S = 1.5
-"""How much earlier the noisy tenant, or the same CPU load, starts."""
+"""How much earlier than the quiet tenant the noisy tenant or the same CPU load starts."""
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100
 WARM_UP_S = 4.0
@@ -50,7 +50,7 @@ CLIENT = "client"
 def run(*, quick: bool = False) -> Outcome:
     """Measures each surface, then all of them at once. Takes about half an hour.
 
-    With `quick`, it takes six minutes and skips all surfaces at once.
+    With `quick`, it takes six minutes and skips the measurement of all surfaces at once.
     """
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     receivers = QUICK_RECEIVERS if quick else RECEIVERS
@@ -76,9 +76,10 @@ async def measure(
     """Measures surfaces one after another, or several at once.
 
     Args:
-        drives: each entry contains the surfaces to measure together.
+        drives: the surfaces to measure, where each entry contains the ones to measure together.
         seconds: how long the quiet tenant sends requests in each drive.
-        burns: False to skip the drives with the same CPU load, which only the verdict needs.
+        burns: False to skip the drives with the same CPU load, which are needed only for the
+            verdict.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
@@ -106,7 +107,10 @@ async def _round(
     order: BadOrder,
     lines: dict[str, Beside],
 ) -> Load:
-    """Measures the quiet tenant alone and alongside the noisy one. Returns the added CPU load."""
+    """Measures the quiet tenant alone and alongside the noisy one.
+
+    Returns the CPU load that the noisy tenant added.
+    """
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
     async with ordered(["bench.bad_neighbor.bad"], order, PROCESS_LIMIT_S) as bad:

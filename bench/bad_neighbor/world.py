@@ -1,7 +1,7 @@
 """The stack used by both tenants: `penstock up` with keys and a small model for each task.
 
 The text model has random weights, so nothing needs to be downloaded. It generates text as fast as a
-small machine allows, so the measurement is about the rest of the pipeline.
+small machine can, so that the measurement is about the rest of the pipeline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLANS = {
 """Both tenants' plans: usage is counted, but neither tenant is stopped by its own limits."""
 IDLE_LIMIT_S = 30.0
 IDLE_CPU_S = 0.25
-"""CPU seconds per second used by an idle stack."""
+"""CPU seconds per second that an idle stack uses."""
 LOOK_S = 0.5
 
 

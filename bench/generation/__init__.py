@@ -1,1 +1,1 @@
-"""Text generation: our engine compared with others running the same weights."""
+"""Text generation: our engine compared with other engines running the same weights."""

@@ -37,11 +37,11 @@ IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
 SETTLED_S = 3.0
-"""How long after the last text to wait for its rows and leases to be finished."""
+"""How long to wait after the last text for its rows and leases to be finished."""
 IDLE_S = 10.0
 LAST_ID = 399
-"""The token that ends a text generated with random weights. A likely token would end most texts
-immediately.
+"""The token that ends a text generated with random weights. If it were a likely token, most texts
+would end immediately.
 """
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 
@@ -86,9 +86,9 @@ def _config(width: int, layers: int) -> LlamaConfig:
 
 
 def _silence_bytes(folder: Path) -> None:
-    """Makes the model generate only whole characters, as a model with real weights does.
+    """Makes the model generate only whole characters, as a model with real weights would.
 
-    The token with the largest logit is generated. The logit of a silenced token is 0.
+    The token with the largest logit is generated. A silenced token's logit is 0.
     """
     vocabulary = Vocabulary(folder)
     weights = load_file(folder / "model.safetensors")
@@ -136,7 +136,7 @@ def _parts(stack: Stack) -> dict[str, Part]:
 
 
 def _spent(parts: dict[str, Part], work: Callable[[], object]) -> dict[str, float]:
-    """Returns the CPU seconds of each part while `work` runs."""
+    """Returns the CPU seconds that each part uses while `work` runs."""
     before = {name: part.cpu_s() for name, part in parts.items()}
     work()
     return {name: part.cpu_s() - before[name] for name, part in parts.items()}

@@ -1,7 +1,8 @@
 """An engine's server by itself: prompts go directly to its socket, without API, queue, or worker.
 
-It reads each prompt as a whole, in order of arrival, because nothing splits it up. Like the stack,
-it caches prompt prefixes: 24 mixed prompts share up to 58% of their tokens with earlier prompts.
+It reads each prompt as a whole, in order of arrival, because nothing here splits prompts up. Like
+the stack, it caches prompt prefixes: 24 mixed prompts have up to 58% of their tokens in common with
+earlier prompts.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def ask_server(
     Args:
         entry: the catalog entry of the model.
         folder: the folder that contains the model's GGUF file.
-        first: prompts for warming up the server.
+        first: the prompts used to warm up the server.
         rounds: prompts, keyed by the number in flight.
     """
     return asyncio.run(_ask(entry, folder, first, rounds))

@@ -1,13 +1,13 @@
-"""Mixed prompts at 1, 8, 16, and 32 in flight: the engine, the stack, and other servers.
+"""Mixed prompts with 1, 8, 16, and 32 in flight: the engine, the stack, and other servers.
 
 All of them run SmolLM2-135M-Instruct in fp32 on this CPU, except llama.cpp, which uses 4-bit
 weights. The stack is measured with our engine in fp32, in this CPU's fastest precision, and in
-int4, and with llama.cpp's server, which is also measured by itself with the same prompts. The stack
-is `penstock up`, with everything on the same cores. Texts are streamed, and their readers record
-when each piece arrives. Tokens are counted from the text, in the same way for all servers.
+int4, and also with llama.cpp's server, which is measured by itself as well, with the same prompts.
+The stack is `penstock up`, with everything on the same cores. Texts are streamed, and their readers
+record when each piece arrives. Tokens are counted from the text, the same way for all servers.
 
 The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
-two workers of each, and each alongside a worker that draws images.
+two workers of each, and each of them alongside a worker that generates images.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from workers.models.source import resolve
 
 IN_FLIGHT = (1, 8, 16, 32)
 PER_CALLER = {1: 4.0, 8: 1.5, 16: 1.5, 32: 1.25}
-"""Texts per level, divided by the number in flight."""
+"""Texts per level, as a multiple of the number in flight."""
 SLOTS = 32
 MODELS_FILE = Path("models.yaml")
 MODEL = "smollm2"
 CPU_LIMIT_MS = 0.3
-"""Maximum CPU time of the API and the worker without the model process, per token at 16 in flight.
+"""Maximum CPU time of the API and the worker (not its model process) per token, at 16 in flight.
 """
 LLAMA_CPP: Mapping[str, str] = {"engine": "llama.cpp", "source": SOURCE}
 SERVED: Mapping[str, Mapping[str, str]] = {
@@ -69,20 +69,20 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 }
 """Catalog entry fields for each measured variant of the stack."""
 SHORT = ("auto", "llama.cpp Q4_1")
-"""Variants measured in the short form."""
+"""Variants that the short form measures."""
 MIN_RATIO = {1: 0.7, 16: 0.85}
 """Minimum speed by level if an engine is used, as a fraction of its server's own speed. The server
 is measured before and after the stack.
 """
 SECOND = "smollm2-second"
 IN_EACH = 4
-"""Number of texts in flight in each of two workers."""
+"""Number of texts in flight for each of two workers."""
 IMAGES_IN_FLIGHT, IMAGES_ALONE_S = 2, 15.0
 SETTLED_S, IDLE_S = 3.0, 5.0
 
 
 def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
-    """Measures everything that is installed here, at these numbers in flight.
+    """Measures everything that is installed here, with these numbers of texts in flight.
 
     Args:
         quick: True for the short form.
@@ -130,7 +130,7 @@ def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[
         name: the variant's key in SERVED.
     """
     changes = SERVED[name]
-    # All levels up to the last compared one are run, because earlier prompts fill the cache.
+    # All levels up to the last one compared are run, because earlier prompts fill the cache.
     alone = [level for level in levels if "engine" in changes and level <= max(MIN_RATIO)]
     entry = Model.model_validate(entry_of(folder, changes))
     before = yield from _alone(f"{name} alone", entry, alone)
@@ -178,7 +178,7 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
         with _drawing(url, image_model["name"]) as alone:
             time.sleep(IMAGES_ALONE_S)
         yield Figure("images alone", alone.rate, "/s")
-        # These prompts use different words, because the engine's cache contains the ones above.
+        # These prompts use different words, because the engine's cache contains the previous ones.
         others = mixed(len(prompts), seed=IN_EACH + 1)
         with _drawing(url, image_model["name"]) as images:
             timed = drive(url, MODEL, others, IN_EACH, tokenizer)
@@ -188,14 +188,14 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
 
 @dataclass
 class _Images:
-    """Images per second, available once the block has ended."""
+    """Images per second, set once the block has ended."""
 
     rate: float = 0.0
 
 
 @contextmanager
 def _drawing(url: str, model: str) -> Iterator[_Images]:
-    """Keeps IMAGES_IN_FLIGHT requests, one image each, in flight while the block runs."""
+    """Keeps IMAGES_IN_FLIGHT requests, each for one image, in flight while the block runs."""
     images, stop = _Images(), threading.Event()
 
     def call() -> int:
@@ -310,7 +310,7 @@ class _Engine:
         self._model.warmup()
 
     def write(self, level: int) -> list[TimedGeneration]:
-        """Generates texts, with `level` texts in the model at a time."""
+        """Generates texts, with `level` of them in the model at a time."""
         waiting = list(enumerate(_prepared(self._folder, _prompts(level))))
         inside: dict[int, TimedGeneration] = {}
         done: list[TimedGeneration] = []
@@ -336,11 +336,12 @@ def running_stack(
     changes: Mapping[str, str] = SERVED["fp32"],
     *others: Mapping[str, Any],
 ) -> Iterator[Stack]:
-    """Yields the stack of `penstock up` with the model in `folder` as MODEL.
+    """Yields the stack of `penstock up`, serving the model in `folder` as MODEL.
 
     Args:
-        changes: catalog entry fields that differ from `entry_of`.
-        others: the same for additional entries, which need a name. With `task`, a whole entry.
+        changes: catalog entry fields that override those from `entry_of`.
+        others: the same for additional entries, each of which needs a name. If it contains `task`,
+            it is a whole entry.
     """
     with tempfile.TemporaryDirectory() as temporary:
         state_dir = Path(temporary)

@@ -18,7 +18,7 @@ class MixedPrompt(NamedTuple):
 
 
 def mixed(count: int, seed: int) -> list[MixedPrompt]:
-    """Returns `count` prompts of 20 to 400 tokens with the template, for 16 to 128 output tokens.
+    """Returns `count` prompts of 20 to 400 tokens (with template), for 16 to 128 output tokens.
 
     A word in these texts is about one SmolLM2 token. The template and question take about 45
     tokens.

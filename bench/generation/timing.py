@@ -11,7 +11,7 @@ from bench.report import Figure
 
 @dataclass
 class TimedGeneration:
-    """One text: when it was requested, when pieces arrived (monotonic seconds), and its tokens."""
+    """One text: when it was requested, when its pieces arrived (monotonic), and its tokens."""
 
     asked_s: float
     pieces_s: list[float] = field(default_factory=list)

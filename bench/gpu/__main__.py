@@ -1,7 +1,7 @@
-"""`python -m bench.gpu`: images, texts, a served stack and time-sharing with CUDA.
+"""`python -m bench.gpu`: images, texts, a full stack, and time-sharing with CUDA.
 
 Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, to
-check that it works. Its figures don't apply to a GPU.
+check that it works. Those results don't apply to a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PERCENTILES = ("p50", "p95")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. Returns 1 without a GPU, unless `--tiny` was passed."""
+    """Runs the benchmark. Returns 1 if there is no GPU, unless `--tiny` was passed."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     outcome = Outcome([])
     for outcome in run(scale, options.parts):
-        if not options.tiny:  # small models on a CPU don't produce meaningful figures
+        if not options.tiny:  # small models on a CPU don't produce meaningful results
             keep("gpu", outcome, where, began_s)
     print(table({"gpu": outcome}))
     return 1 if outcome.failure else 0
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(scale: Scale, parts: Sequence[str] = PARTS) -> Iterator[Outcome]:
     """Measures `parts` at one scale, with the models in a temporary folder.
 
-    Yields all figures so far after each part, because GPU time may end at any moment. If one part
-    fails, the others' figures are kept.
+    Yields all results so far after each part, because GPU time may run out at any moment. If one
+    part fails, the results of the others are kept.
     """
     rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
     figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]

@@ -1,4 +1,4 @@
-"""GPU benchmark baselines: the card's matrix product rate, and the seconds per call."""
+"""GPU benchmark baselines: the card's matrix multiplication rate and the seconds per call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def matrix_tflops(device: str, precision: str, size: int) -> float:
-    """Returns the TFLOP/s of `size` x `size` matrix products, an upper bound for any model."""
+    """Returns the TFLOP/s of multiplying `size` x `size` matrices, an upper bound for any model."""
     left, right = (
         torch.randn(size, size, device=device, dtype=DTYPES[precision]) for _ in range(2)
     )
@@ -48,7 +48,7 @@ def card_name(device: str) -> str:
 
 
 def in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the median seconds for each. The first round is not counted."""
+    """Returns the median number of seconds for each. The first round is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + scale.rounds):
         for name, work in contenders.items():

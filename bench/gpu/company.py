@@ -1,4 +1,4 @@
-"""Images that join a running batch on a GPU, compared with each image drawn alone."""
+"""Images that join a running batch on a GPU, compared with the same images generated alone."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from workers.models.base import PreparedImage
 from workers.models.image.model import ImageModel
 
 JOIN_EVERY = 2
-"""Number of steps between two images joining the batch."""
+"""Number of steps between one image joining the batch and the next."""
 MAX_STEPS = 10_000
 
 
 def drawn(
     model: ImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
 ) -> list[np.ndarray]:
-    """Draws images in one running batch. Returns each image's pixels, [height, width, 3].
+    """Generates images in one running batch. Returns each image's pixels, [height, width, 3].
 
     Args:
-        items: images in the order in which they are admitted.
-        join_every: number of steps after the previous item at which an item is admitted.
+        items: the images, in the order in which they are admitted.
+        join_every: an item is admitted this many steps after the previous one.
 
     Raises:
-        RuntimeError: one of them was not drawn.
+        RuntimeError: one of the images was not generated.
     """
     results: dict[int, Result | PenstockError] = {}
     admitted = steps = 0
@@ -47,9 +47,9 @@ def drawn(
 
 
 def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
-    """Returns how far each image in a mixed batch is from the same image alone, in levels of 255.
+    """Returns how far each image in a mixed batch is from the same image alone, on a 255 scale.
 
-    `again` is the largest difference between two runs of an image drawn alone, which shows how
+    `again` is the largest difference between two runs of an image generated alone, which shows how
     reproducible the device itself is. `contrast` is the standard deviation of the pixels.
     `outside_kept` is 1 if every pixel outside the mask is unchanged from the source.
     """
@@ -86,7 +86,7 @@ def text_image(side: int, steps: int, guidance: float, *, scheduler: str = "ddim
 
 
 def masked(item: PreparedImage) -> PreparedImage:
-    """Returns the same image drawn from a source, with a mask over its center."""
+    """Returns the same image generated from a source image, with a mask over its center."""
     mask = np.zeros((item.height, item.width), np.uint8)
     mask[item.height // 4 : -item.height // 4, item.width // 4 : -item.width // 4] = 255
     source = gradient(item.width, item.height)
@@ -101,7 +101,7 @@ def gradient(width: int, height: int) -> bytes:
 
 
 def outline(width: int, height: int) -> bytes:
-    """Returns the edges of a square, white on black, as expected by an edge ControlNet."""
+    """Returns the edges of a square in white on black, as an edge ControlNet expects."""
     edges = np.zeros((height, width, 3), np.uint8)
     top, left = height // 4, width // 4
     edges[top : height - top, left : width - left] = 255

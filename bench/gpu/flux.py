@@ -1,8 +1,8 @@
 """FLUX.1 with random weights: eager diffusers compared with our model.
 
-It has the published shapes, but only 5 of the 19 and 10 of the 38 blocks and 4 of T5's 24 layers,
-because more would only take longer to write. Our model produces PNG files, and is compiled for the
-timed batches.
+It has the published shapes, but only 5 of the 19 blocks, 10 of the 38 blocks, and 4 of T5's 24
+layers, because more would only take longer to write. Our model produces PNG files and is compiled
+for the timed batches.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ TINY = {
 
 
 def measure(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Returns `rates`: plain images/s, and ours by batch. `distances`: see bench.gpu.company.
+    """Returns `rates`: images/s for plain diffusers, and ours by batch size.
 
-    The latter are measured without compiling, because batches of other sizes are computed.
+    `distances`: see bench.gpu.company.
+
+    The distances are measured without compiling, because their batches have other sizes.
 
     Args:
         folder: a new folder for the pipeline.
@@ -134,7 +136,7 @@ def _kinds(scale: Scale) -> dict[str, PreparedImage]:
 
 
 def _dtype(scale: Scale) -> torch.dtype:
-    """Returns the precision in which a worker computes images by default."""
+    """Returns the precision that a worker uses for images by default."""
     return DTYPES["fp32" if scale.device == "cpu" else "bf16"]
 
 

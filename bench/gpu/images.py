@@ -4,7 +4,7 @@ Nothing is downloaded: speed doesn't depend on the values of the weights. Per ba
 
 - `plain`: diffusers' pipeline, as in its documentation, which ends with PIL images.
 - `ours, eager` and `ours`: ImageModel, without compiling and compiled. Both end with PNG files, so
-  the comparison favors `plain` by the encoding time.
+  the comparison favors `plain` by the time it takes to encode them.
 - `bare`: only a compiled UNet with guidance, a fused DDIM step, and a compiled VAE. There is no
   scheduler, text encoder, copy to the host, or PNG.
 """
@@ -51,9 +51,9 @@ start.
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
-    """Returns a row per task and batch size: each contender's images/s and TFLOP/s.
+    """Returns a row per task and batch size with each contender's images/s and TFLOP/s.
 
-    Batches larger than `scale.compiled` have no compiled contenders.
+    For batches larger than `scale.compiled`, there are no compiled contenders.
     """
     plain = _Plain(folder, scale)
     eager = _load(folder, scale, max(scale.batches), compile="never")
@@ -146,7 +146,7 @@ class _BareLoop:
 
 
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
-    """Draws a batch as a model process does, and checks that it produced images."""
+    """Generates a batch of images as a model process does, and checks that it produced images."""
     for group in model.groups(batch):
         for result in model.predict([batch[index] for index in group], lambda step, steps: None):
             if not isinstance(result, ImageResult):
@@ -154,7 +154,7 @@ def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
 
 
 class _Plain:
-    """The pipelines, loaded as in diffusers' documentation."""
+    """The pipelines, loaded as shown in diffusers' documentation."""
 
     def __init__(self, folder: Path, scale: Scale) -> None:
         dtype = DTYPES[scale.precision]

@@ -1,8 +1,9 @@
-"""Images as customers request them: with masks, adapters (LoRA) and ControlNets.
+"""Images as customers request them: with masks, adapters (LoRA), and ControlNets.
 
-First, it measures the cost of each feature: four images of Stable Diffusion 1.5's size, drawn with
-and without it, alternately. Then the shipped model draws all kinds in one running batch, which
-images join and leave, and their pixels are compared with each image's pixels when drawn alone.
+First, it measures the cost of each feature: four images of Stable Diffusion 1.5's size are
+generated alternately with and without it. Then the shipped model draws all kinds in one running
+batch, which images join and leave, and their pixels are compared with each image's pixels when
+drawn alone.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ CONTROL_STD = 0.01
 
 
 def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
-    """Returns `costs`: seconds per batch of each kind, and its rate relative to the plain one's.
+    """Returns `costs`: seconds per batch of each kind, and its rate relative to the plain kind's.
 
-    `distances`: by precision and kind of image, see bench.gpu.company. In both, images are not
+    `distances`: by precision and kind of image; see bench.gpu.company. In both, images are not
     compiled: an entry with adapters never is.
     """
     folder.mkdir(parents=True)
@@ -102,7 +103,7 @@ def load_model(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
 
 
 def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -> dict[str, Any]:
-    """Writes adapters and a ControlNet for a pipeline. Returns the entry fields for them.
+    """Writes adapters and a ControlNet for a pipeline. Returns the entry fields that refer to them.
 
     Args:
         folder: a new folder for the files.

@@ -1,4 +1,4 @@
-"""Scale of the GPU benchmark: full for CUDA, or tiny for a CPU in under a minute."""
+"""Scale of the GPU benchmark: full for CUDA, or tiny for a CPU (takes less than a minute)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ class Scale:
     side: int = 512
     batches: tuple[int, ...] = (1, 8)
     compiled: int = 8
-    """The largest compiled batch of images. Each size up to it takes up to a minute to compile."""
+    """The largest batch of images that is compiled. Each size up to this one takes up to a minute
+    to compile.
+    """
     text_steps: int = 25
     image_steps: int = 50
     rounds: int = 3
     matrix: int = 8192
     batch_tokens: tuple[int, ...] = (2_048, 8_192, 32_768, 131_072)
-    """Tokens in a batch of an embedding model."""
+    """Number of tokens in one batch for an embedding model."""
     pass_tokens: int = 262_144
-    """Tokens in one timed pass over all batches."""
+    """Number of tokens in one timed pass over all batches."""
     shared_s: float = 20.0
     in_flight: tuple[int, ...] = (1, 128, 1024)
-    """Concurrent requests with one text each."""
+    """Number of concurrent requests with one text each."""
     in_flight_many: tuple[int, ...] = (1, 32, 128)
-    """Concurrent requests with many texts each."""
+    """Number of concurrent requests with many texts each."""
     served_texts: int = 12_000
     served_alone: int = 500
-    """Texts sent one after another."""
+    """Number of texts sent one after another."""
     warm_up_texts: int = 2_000
     more_processes: int = 3
-    """APIs and workers in addition to the first ones."""
+    """Number of APIs and workers in addition to the first ones."""
     served_images: int = 32
     joined_steps: int = 20
     flow_side: int = 1024

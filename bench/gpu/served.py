@@ -1,9 +1,9 @@
-"""The whole stack on a GPU: texts/s and images/s of `penstock up`, and of just the models.
+"""The whole stack on a GPU: texts/s and images/s of `penstock up`, and of the models alone.
 
 Embedding models have random weights and MiniLM's tokenizer. No text is sent twice, so nothing is
-cached. First one API and one worker serve, then several of each, which share the GPU. Images are
-drawn without compiling, both by the stack and by the model itself, in batches as large as the
-worker's.
+cached. At first, one API and one worker handle the load, then several of each, which share the GPU.
+Images are generated without compiling, both by the stack and by the model itself, in batches as
+large as the worker's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PER_REQUEST = 64
 
 
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
-    """Returns a row per model and load: texts/s, latencies, and CPU per text of each process."""
+    """Returns a row per model and load: texts/s, latencies, and each process's CPU per text."""
     rows = []
     for shape in SHAPES if scale.is_full_width else TINY_SHAPES:
         if scale.is_full_width and shape.name not in SERVED_SHAPES:
@@ -56,7 +56,7 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
         source = write_bert(folder / shape.name, shape)
         entry = text_entry(shape, source, scale, SERVED_TOKENS)
         most = PER_REQUEST * max(*scale.in_flight, *scale.in_flight_many)
-        # The defaults admit four full batches.
+        # By default, four full batches are admitted.
         entry = entry.model_copy(update={"max_in_flight": most})
         room = {"PENSTOCK_MAX_IN_FLIGHT": str(most)}
         with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry, room) as stack:
@@ -91,7 +91,7 @@ class _Served:
         self._model, self._texts = model, texts
 
     def send(self, count: int, per_request: int, in_flight: int) -> dict[str, Any]:
-        """Sends `count` new texts, and returns the table row.
+        """Sends `count` new texts and returns the row for the table.
 
         Raises:
             RuntimeError: not every request got a response.

@@ -1,4 +1,4 @@
-"""Two models that time-share a GPU, each in its own process: rates alone and together."""
+"""Two models that time-share a GPU, each in its own process: their rates alone and together."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MEMORY_FRACTION = 0.45
 START_TIMEOUT_S = 900.0
 BATCH_TIMEOUT_S = 120.0
 TEXT_TOKENS = 2_048
-"""Tokens in a batch of MiniLM."""
+"""Number of tokens in a batch for MiniLM."""
 
 
 def measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[str, float]]:
-    """Returns batches/s for the image model and MiniLM: `alone`, `together`, and share `kept`."""
+    """Returns batches/s of the image model and of MiniLM: `alone`, `together`, and share `kept`."""
     return asyncio.run(_measure(scale, images, folder))
 
 
@@ -63,7 +63,10 @@ async def _measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[s
 
 
 async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:
-    """Returns batches per second, run one after another. The first one is not counted."""
+    """Returns the number of batches per second when they run one after another.
+
+    The first batch is not counted.
+    """
     process, batch = load
     await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
     began_s, count = time.perf_counter(), 0

@@ -1,12 +1,14 @@
-"""Tokens/s of embedding models on a GPU: transformers, and ours as run by a model process.
+"""Tokens/s of embedding models on a GPU: transformers compared with ours, run by a model process.
 
-Texts have the benchmarks' mix of lengths (bench/load/texts.py). The weights are random because
-speed doesn't depend on them. All contenders in a row compute the same batches:
+The texts have the benchmarks' mix of lengths (bench/load/texts.py). The weights are random because
+speed doesn't depend on them. All contenders in a row embed the same batches:
 
 - `plain`: 16-bit transformers on texts sorted by length, 64 at a time. `first` is its first pass,
-  in which cuDNN builds a plan for each new shape. `without plans` excludes cuDNN's attention.
+  during which cuDNN builds a plan for each new shape. `without plans` excludes cuDNN's attention
+  implementation.
 - `bare`: only the operators for packed texts, with all copies and kernels queued at once.
-- `ours, one at a time` and `ours`: EmbeddingModel, with one batch and with two batches in flight.
+- `ours, one at a time` and `ours`: EmbeddingModel, with one batch and with two batches in flight,
+  respectively.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ TINY_SHAPES = (Shape("tiny", 32, 2, 4),)
 
 
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
-    """Returns a row per model and batch size, with each contender's tokens/s.
+    """Returns a row per model and batch size with each contender's tokens/s.
 
     `cosine` is the lowest cosine similarity between one of our vectors and the vector that
     transformers computes in fp32.
@@ -95,7 +97,7 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
 
 
 class PlainBert:
-    """transformers, run as in its documentation, mean-pooled, with vectors fetched."""
+    """transformers, run as its documentation shows: mean pooling, with vectors fetched."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         model = BertModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False)
@@ -103,7 +105,7 @@ class PlainBert:
         self._device = device
 
     def embed(self, texts: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the vectors of token IDs, float32 [texts, width]."""
+        """Returns the vectors for token IDs (float32 [texts, width])."""
         vectors = np.zeros((len(texts), self._model.config.hidden_size), np.float32)
         ordered = sorted(range(len(texts)), key=lambda number: len(texts[number]))
         for first in range(0, len(ordered), OF_A_BATCH):
@@ -136,7 +138,7 @@ class _Contest:
         self._plain, self._ours, self._packed, self._scale = plain, ours, packed, scale
 
     def run(self, batch_tokens: int) -> dict[str, float]:
-        """Returns tokens/s of each contender, with batches of about this many tokens."""
+        """Returns each contender's tokens/s, with batches of about this many tokens."""
         batches = draw_batches(batch_tokens, self._scale.pass_tokens)
         tokens = sum(len(text) for batch in batches for text in batch)
         prepared = [[prepare(text) for text in batch] for batch in batches]
@@ -175,7 +177,7 @@ class _Contest:
 
 
 class _BareLoop:
-    """Queues the copies and operators of packed texts, and waits once at the end."""
+    """Queues the copies and operators for packed texts, and waits once at the end."""
 
     def __init__(
         self, packed: PackedBert, batches: Sequence[Sequence[np.ndarray]], device: str
@@ -247,7 +249,7 @@ def _lowest_cosine(folder: Path, ours: EmbeddingModel, scale: Scale) -> float:
 
 
 def draw_batches(batch_tokens: int, pass_tokens: int) -> list[list[np.ndarray]]:
-    """Returns batches of the mix, each with about `batch_tokens`, at most `pass_tokens` in all."""
+    """Returns batches of the mix, each of about `batch_tokens` and at most `pass_tokens` in all."""
     random = np.random.default_rng(batch_tokens)
     shares = np.array([share for share, _, _ in MIX])
     batches = []

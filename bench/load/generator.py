@@ -27,12 +27,12 @@ REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no c
 
 
 class LoadOrder(msgspec.Struct):
-    """The requests to send, and their target.
+    """The requests to send, and where to send them.
 
     In a closed loop, `in_flight` requests are sent at a time, and the next one is sent as soon as
-    one gets a response. In an open loop (`rate_per_s` above 0), requests are the arrivals of a
-    Poisson process, on as many connections as needed, up to `in_flight`. An arrival waits if no
-    connection is free, and its waiting time counts.
+    one gets a response. In an open loop (`rate_per_s` above 0), requests arrive as a Poisson
+    process, on as many connections as needed, up to `in_flight`. An arrival waits if no connection
+    is free, and this wait is part of its measured time.
 
     Sending ends after `send_s` seconds (0 means no limit) or once all bodies are sent. With
     `is_cycled`, the bodies are sent repeatedly. Requests that have no response `limit_s` after that
@@ -50,14 +50,15 @@ class LoadOrder(msgspec.Struct):
     seed: int = 0
     limit_s: float = 300.0
     sample_every: int = 0
-    """Every n-th successful response is kept. 0 means none."""
+    """Every nth successful response is kept. 0 means none."""
 
 
 class LoadReport(msgspec.Struct):
-    """The exchanges in the order they finished, and their cost.
+    """The exchanges, in the order in which they finished, and their cost.
 
     `lag_ms` is each request's delay in an open loop. `samples` contains body numbers and the
-    responses to them. `wall_s` ends with the last response. CPU seconds are the generator's own.
+    responses to those bodies. `wall_s` is the time until the last response. The CPU seconds are the
+    generator's own.
     """
 
     sent: int
@@ -73,7 +74,7 @@ class LoadReport(msgspec.Struct):
 
     @property
     def round_trip_ms(self) -> list[float]:
-        """Round trips of the requests with a 200 response."""
+        """Round trips of the requests that got a 200 response."""
         return [exchange.round_trip_ms for exchange in self.exchanges if exchange.status == 200]
 
     @property
@@ -88,16 +89,16 @@ class LoadReport(msgspec.Struct):
         return dict(sorted(Counter(exchange.cache for exchange in self.exchanges).items()))
 
     def round_trip(self) -> dict[str, float]:
-        """The round trip's p50, p95 and p99, in ms."""
+        """The p50, p95, and p99 of the round trip, in ms."""
         return percentiles([exchange.round_trip_ms for exchange in self.exchanges])
 
     def overhead(self) -> dict[str, float]:
-        """p50, p95 and p99 of the round trip minus the model's time, in ms."""
+        """The p50, p95, and p99 of the round trip minus the model's time, in ms."""
         return percentiles([exchange.overhead_ms for exchange in self.exchanges])
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Returns p50, p95 and p99 of `values`, rounded to microseconds if they are in milliseconds."""
+    """Returns p50, p95, and p99 of `values`, rounded to microseconds if given in milliseconds."""
     p50, p95, p99 = np.percentile(values, (50, 95, 99))
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
 
@@ -116,7 +117,8 @@ def drive(order: LoadOrder) -> LoadReport:
     words = [sys.executable, "-m", "bench.load.generator"]
     limit_s = (order.send_s or order.limit_s) + order.limit_s + START_LIMIT_S
     sent = msgspec.json.encode(order)
-    # A file, because a half-megabyte report sent through a pipe was cut off once in a hundred runs.
+    # Uses a file, because a half-megabyte report sent through a pipe was cut off about once in a
+    # hundred runs.
     with tempfile.TemporaryFile() as report:
         subprocess.run(words, input=sent, stdout=report, timeout=limit_s, check=True)
         report.seek(0)
@@ -127,7 +129,7 @@ async def send(order: LoadOrder) -> LoadReport:
     """Carries out `order` on this event loop.
 
     Raises:
-        OSError: nothing listens on the port.
+        OSError: nothing is listening on the port.
     """
     generator = _Generator(order)
     await generator.connect()

@@ -8,14 +8,14 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 MIX = ((0.6, 5, 15), (0.3, 36, 88), (0.1, 200, 253))
-"""Share of the texts, with their minimum and maximum length in words: about 12, 64 and 230 tokens.
+"""Shares of the texts, with their minimum and maximum words: about 12, 64, and 230 tokens.
 
 This resembles a product whose inputs are mostly queries, plus many paragraphs and a few pages.
 """
 
 
 class Texts:
-    """Generates texts from words that are one token each, so a text of n words has n + 2 tokens."""
+    """Generates texts from words that are each one token, so a text of n words has n + 2 tokens."""
 
     def __init__(self, model_folder: Path, seed: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))

@@ -42,7 +42,7 @@ OPEN_LOOP_PER_S = 50.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     exempt_loopback_from_proxies()
-    # A measurement that is killed must wake and stop the processes it froze, as Ctrl-C does.
+    # A measurement must wake and stop the processes it froze even if it is killed, as with Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
     contenders = [
@@ -114,7 +114,10 @@ def _shares(text: str) -> list[float]:
 
 
 def _install(contenders: Sequence[Contender]) -> None:
-    """Installs all contenders first. Failures are reported again when they are started."""
+    """Installs all contenders first.
+
+    An installation failure is reported again when the contender is started.
+    """
     for folder in dict.fromkeys(contender.folder for contender in contenders if contender.folder):
         try:
             programs_of(HERE / folder / "requirements.txt")

@@ -14,7 +14,7 @@ PLACE = "$TEXT"
 
 
 def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
-    """Returns one body per text, with the text in the position of PLACE."""
+    """Returns one body per text, with the text in place of PLACE."""
     before, after = msgspec.json.encode(body).split(msgspec.json.encode(PLACE))
     return [(before + msgspec.json.encode(text) + after).decode() for text in texts]
 
@@ -25,9 +25,9 @@ def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
     Base64-encoded little-endian float32 is unpacked.
 
     Raises:
-        ValueError: the response is not JSON, or has no list of numbers there.
+        ValueError: the response is not JSON, or has no list of numbers in that place.
         LookupError: the key or index doesn't exist.
-        TypeError: a key is used on a list, or an index on an object.
+        TypeError: a key is used on a list or an index on an object.
     """
     value = msgspec.json.decode(body)
     for step in answer:

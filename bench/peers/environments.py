@@ -1,4 +1,4 @@
-"""A virtual environment per peer in var/peers/, created from its pinned requirements."""
+"""A virtual environment for each peer, in var/peers/, created from its pinned requirements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def programs_of(requirements: Path) -> Path:
     """Returns the `bin` folder of an environment with exactly `requirements`, created if missing.
 
     Raises:
-        Unavailable: it can't be created. The message includes the end of pip's output.
+        Unavailable: the environment can't be created. The message includes the end of pip's output.
     """
     environment = (FOLDER / requirements.parent.name).resolve()
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -31,7 +31,7 @@ def programs_of(requirements: Path) -> Path:
 
 def _make(environment: Path, requirements: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
-    # The list is complete, so pip doesn't need to resolve it; some peers request more than any
+    # The list is complete, so pip doesn't need to resolve it; some peers require more than any one
     # index has.
     install = [
         str(environment / "bin" / "pip"),

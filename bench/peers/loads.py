@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""How long new requests are sent, by requests in flight. Open requests are then awaited.
+"""How long to keep sending new requests, by requests in flight. After that, it waits for the open
+requests.
 
-All 512 are sent at once, and the slower peers take another 20 s to respond to them.
+All 512 requests are sent at once, and the slower peers take another 20 s to respond to them.
 """
 OTHER_SEND_S = 3.0
 ONCE = (8, 512)
@@ -22,7 +23,7 @@ REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
 MAX_PER_S = 1200
-"""Texts generated per second of sending. No contender handles more than this."""
+"""Number of texts generated per second of sending. No contender handles more than this."""
 BLOCK = 20
 """Every sequence of this many texts has exactly bench.load.texts.MIX, so fast and slow contenders
 get the same mix.
@@ -31,7 +32,7 @@ get the same mix.
 
 @dataclass(frozen=True)
 class Load:
-    """One load. `repeats` is the fraction of requests whose text has been sent before.
+    """One load. `repeats` is the fraction of requests whose texts have been sent before.
 
     The loop is open if `rate_per_s` is above 0.
     """
@@ -50,11 +51,11 @@ class Load:
 
     @property
     def send_s(self) -> float:
-        """How long new requests are sent, in seconds."""
+        """How long to keep sending new requests, in seconds."""
         return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
 
     def is_in(self, round_number: int) -> bool:
-        """Returns whether the load is measured in this round, counted from 0."""
+        """Returns whether the load is measured in this round (counted from 0)."""
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
@@ -65,7 +66,10 @@ class Load:
 
 
 def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) -> list[Load]:
-    """Returns the loads in order. Those with repeats have the number in flight closest to 32."""
+    """Returns the loads in order.
+
+    Those with repeats have the number of requests in flight closest to 32.
+    """
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))
     loads += [Load(nearest, share) for share in repeats if share]

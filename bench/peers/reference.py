@@ -1,4 +1,4 @@
-"""A text's reference vector: torch fp32, one text at a time, no padding."""
+"""A text's reference vector: torch in fp32, one text at a time, without padding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 LONGEST = 256
-"""Maximum tokens allowed by MiniLM's sentence_bert_config.json."""
+"""Maximum number of tokens allowed by MiniLM's sentence_bert_config.json."""
 
 
 def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray]:
-    """Returns each text's unit vector (float32 [384]): the mean over its tokens, normalized."""
+    """Returns each text's unit vector (float32 [384]): the normalized mean over its tokens."""
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -29,6 +29,6 @@ def vectors_of(texts: Iterable[str], model_folder: Path) -> dict[str, np.ndarray
 
 
 def cosine(vector: list[float], reference: np.ndarray) -> float:
-    """Returns the cosine between a vector of any length and a unit vector."""
+    """Returns the cosine similarity between a vector of any length and a unit vector."""
     array = np.asarray(vector, np.float64)
     return float(array @ reference / np.linalg.norm(array))

@@ -1,4 +1,4 @@
-"""The contenders: peers as documented, two tuned manually, and three variants of Penstock."""
+"""The contenders: peers as documented, two manually tuned ones, and three variants of Penstock."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ class Contender:
         key: name on the command line and in the results.
         name: name shown in the tables.
         group: `peer` as documented, `tuned` manually, or `ours`.
-        body: a request's JSON, with PLACE where the text goes.
+        body: a request's JSON body, with PLACE where the text goes.
         answer: keys and indices that lead to the vector in its response.
-        commands: programs started in this order. `{port}` is the port to listen on, `{spare}`
-            another free port (as is `{spare2}`), `{bin}` the environment's programs, `{home}` its
-            folder, and `{model}` the model's folder.
+        commands: the programs, started in this order. `{port}` is the port to listen on, `{spare}`
+            and `{spare2}` are other free ports, `{bin}` is the folder of the environment's
+            programs, `{home}` is the peer's folder, and `{model}` is the model's folder.
         environment: variables to add to this process's environment. The same placeholders are
-            filled in.
-        entry: fields of Penstock's catalog entry for the model that differ from the shipped one.
+            replaced in them.
+        entry: fields of Penstock's catalog entry for the model that differ from those in the
+            shipped entry.
         broker: `rabbitmq` uses a RabbitMQ server on this machine. A peer's commands and environment
             get its port as `{broker}`.
     """
@@ -68,7 +69,9 @@ MOSEC_OPTIONS = (
     *("--address", "127.0.0.1", "--port", "{port}"),
     *("--timeout", "300000", "--log-level", "warning"),
 )
-"""Mosec's default timeout is 3 s. With that timeout, Mosec returns 408 at 128 or more in flight."""
+"""Mosec's default timeout is 3 s. With that timeout, Mosec returns 408 at 128 or more requests in
+flight.
+"""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
 INFINITY = (
@@ -216,7 +219,7 @@ PEERS = (
 
 
 def penstock(key: str, name: str, note: str, broker: Broker = "pubsub", **entry: Any) -> Contender:
-    """Returns Penstock with `entry` changed in the catalog.
+    """Returns Penstock with `entry` applied to the catalog.
 
     It responds with JSON lists of floats, as the peers do.
     """

@@ -1,4 +1,4 @@
-"""The measurement: all contenders are up, with one awake at a time, and get the same texts."""
+"""The measurement: all contenders run, but one at a time is awake, and all get the same texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 class Measured(msgspec.Struct):
     """One contender under one load in one round.
 
-    CPU time covers all its processes, per completed request, by program. `vectors` is the number of
-    responses that were compared with the reference.
+    CPU time covers all of the contender's processes, per completed request, by program. `vectors`
+    is the number of responses that were compared with the reference.
     """
 
     contender: str
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct):
 
 
 class Started(msgspec.Struct):
-    """A contender's startup: seconds to its first vector, memory, or why it is missing."""
+    """A contender's startup: seconds to its first vector and memory, or why it is missing."""
 
     contender: str
     ready_s: float = 0.0
@@ -74,7 +74,7 @@ def measure(
     model_folder: Path,
     say: Say,
 ) -> Findings:
-    """Starts all contenders, measures in `rounds` rounds, stops them, and compares sampled vectors.
+    """Starts all contenders, measures them in `rounds` rounds, stops them, and compares vectors.
 
     A contender that can't be started, or that dies, is omitted from then on, with the reason in
     `started`.
@@ -106,7 +106,7 @@ def _start(
     findings: Findings,
     say: Say,
 ) -> list[Serving]:
-    """Starts each one while the others are frozen, warms it up and freezes it."""
+    """Starts each contender while the others are frozen, warms it up, and freezes it."""
     awake = []
     for contender in contenders:
         started = findings.started[contender.key] = Started(contender.key)
@@ -195,7 +195,7 @@ def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:
 def _compare(
     sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path
 ) -> None:
-    """Adds the cosines with the reference once nothing else needs the cores."""
+    """Adds the cosine similarities to the reference once nothing else needs the cores."""
     wanted = {text for _, samples in sampled for text, _ in samples}
     reference = vectors_of(wanted, model_folder)
     for measured, samples in sampled:

@@ -65,7 +65,7 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
     """Yields the contender while it serves.
 
     Raises:
-        PenstockError: it can't be installed or started. The message contains the reason.
+        PenstockError: the contender can't be installed or started. The message contains the reason.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         before = set(psutil.Process().children())
@@ -86,7 +86,7 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
 
 
 def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitStack) -> int:
-    """Starts a peer's programs, and returns its port once it returns a vector."""
+    """Starts a peer's programs, and returns its port once it has returned a vector."""
     home = HERE / contender.folder
     port = free_port()
     places: dict[str, object] = {
@@ -112,7 +112,7 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
 
 
 def _gives_vector(contender: Contender, port: int) -> bool:
-    """Returns whether it returns a vector. Some peers listen before their model is loaded."""
+    """Returns whether the peer returns a vector. Some peers listen before their model is loaded."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
     body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
     try:

@@ -1,4 +1,4 @@
-"""Medians, ratios and tables of the measurements, for the terminal, results and docs."""
+"""Medians, ratios, and tables of the measurements, for the terminal, the results, and the docs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = list[list[str]]
 
 
 class Medians:
-    """Each figure's median over the rounds, by contender and load."""
+    """The median of each metric over the rounds, by contender and load."""
 
     def __init__(
         self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings
@@ -49,20 +49,20 @@ class Medians:
         return self.of(key, load, lambda one: one.round_trip_ms[name])
 
     def cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU milliseconds of all its processes per completed request."""
+        """Returns the CPU milliseconds that all its processes use per completed request."""
         return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
 
     def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU used by the busiest program, which is the one that runs the model."""
+        """Returns the CPU time of the busiest program, which is the one that runs the model."""
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
         return sum(sum(measured.failures.values()) for measured in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:
-        """Returns the mean and minimum cosine between all sampled vectors and the reference.
+        """Returns the mean and minimum cosine similarity of all sampled vectors to the reference.
 
-        None if there are none.
+        None if there are no vectors.
         """
         rounds = [
             measured
@@ -94,7 +94,7 @@ class Medians:
 
 
 def figures(medians: Medians) -> list[Figure]:
-    """Returns every median, our ratios to the best peer, and the limits for these ratios."""
+    """Returns all medians, the ratios of ours to the best peer's, and these ratios' limits."""
     rows = [
         Figure(f"{key}, {load}, {name}", value, unit)
         for key, load, name, value, unit in _values(medians)
@@ -115,7 +115,7 @@ def figures(medians: Medians) -> list[Figure]:
 
 
 def _must(key: str, load: str) -> float:
-    """Returns the target at 32 or 128 in flight, for distinct texts, against documented peers."""
+    """Returns the target against documented peers at 32 or 128 in flight, for distinct texts."""
     if load not in ("32 in flight", "128 in flight"):
         return 0.0
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
@@ -209,7 +209,7 @@ def ratio_rows(medians: Medians) -> Rows:
 
 
 def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | None:
-    """Returns the median quotient over the rounds, because disturbances in a round affect both."""
+    """Returns the rounds' median quotient, because disturbances in a round affect both values."""
     if other is None:
         return None
     theirs = {
@@ -227,7 +227,7 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
 
 
 def cost_rows(medians: Medians) -> Rows:
-    """Returns a row per contender: start, memory, CPU near 32 in flight, and reference cosine."""
+    """Returns a row per contender: startup, memory, CPU near 32 in flight, and reference cosine."""
     load = "32 in flight" if "32 in flight" in medians.loads else medians.loads[0]
     rows = [
         [
@@ -288,7 +288,7 @@ def markdown(summary: str, tables: Sequence[Rows]) -> str:
 
 
 def write_between_markers(path: Path, section: str) -> None:
-    """Replaces the text between a page's markers with `section`, or appends it without markers."""
+    """Replaces the text between a page's markers with `section`; appends it if there are none."""
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in page or END not in page:
         page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()

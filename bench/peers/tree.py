@@ -52,7 +52,7 @@ class Tree:
         psutil.wait_procs(living, _END_LIMIT_S)
 
     def remember(self) -> None:
-        """Adds all living processes to the roots, so that orphans are not lost."""
+        """Adds all living processes to the roots, so that orphaned processes are not lost."""
         self._roots = list(self._living())
 
     def _for_each(self, do: Callable[[psutil.Process], object]) -> None:

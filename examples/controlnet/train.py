@@ -93,7 +93,8 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
 def _open(control: Any) -> None:
     """Scales edges to the latents' magnitude from the start. Only the outputs start at zero.
 
-    If these also started at zero, as in diffusers, it didn't react to edges after 140 steps.
+    When these also started at zero, as in diffusers, it still didn't react to edges after 140
+    steps.
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()

@@ -40,7 +40,7 @@ STEPS = ("heard", "text", "answer", "said")
 QUESTION = "What is the capital of France?"
 MAX_TOKENS = 32
 MAX_WORD_ERROR_RATE = 0.2
-"""Maximum share of wrong words when the spoken answer is transcribed back: one in five."""
+"""Maximum share of wrong words in a transcript of the spoken answer: one in five."""
 
 
 @pytest.fixture(scope="module")

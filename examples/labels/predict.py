@@ -45,7 +45,7 @@ UNREADABLE = (
 
 
 class SameConvolution(nn.Conv2d):
-    """Pads like TensorFlow's `SAME`, which adds an odd pixel on the right and at the bottom."""
+    """Pads like TensorFlow's `SAME`, which adds any odd pixel on the right or at the bottom."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves a batch (n, channels, height, width)."""
@@ -146,7 +146,7 @@ def prepared(image: Image.Image) -> Tensor:
 
 
 def read_names() -> list[str]:
-    """Returns class names in the network's order, as names of WordNet synsets."""
+    """Returns class names in the network's order, as WordNet synset names."""
     lines = (WEIGHTS / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
     names = dict(line.split("\t") for line in lines)
     order = (WEIGHTS / "imagenet_synsets.txt").read_text(encoding="utf-8").split()

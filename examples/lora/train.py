@@ -33,7 +33,7 @@ from models.shapes.world import Scene, sample_scene
 
 PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
-"""UNet layers that get low-rank layers: attention and feed forward."""
+"""UNet layers that get low-rank layers: attention and feed-forward."""
 UNTOLD = 0.1
 """Share of captions that are dropped, for guidance."""
 AT_ONCE = 16
@@ -57,7 +57,7 @@ def inked(scene: Scene) -> Scene:
 
 
 def train(pipeline: Any, plan: LoraPlan, seed: int) -> None:
-    """Adds low-rank layers to the pipeline's UNet, and trains them on inked scenes."""
+    """Adds low-rank layers to the pipeline's UNet and trains them on inked scenes."""
 
     def loss(rng: random.Random) -> torch.Tensor:
         scenes = [sample_scene(rng) for _ in range(plan.batch)]
@@ -71,7 +71,7 @@ def train(pipeline: Any, plan: LoraPlan, seed: int) -> None:
 
 
 def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random], Any]) -> None:
-    """Adds low-rank layers to a UNet, and trains them.
+    """Adds low-rank layers to a UNet and trains them.
 
     Args:
         unet: UNet from diffusers. The UNet's own weights do not change.
@@ -101,7 +101,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
 
 
 def save(pipeline: Any, folder: Path, name: str) -> None:
-    """Writes the layers in fp16, with PEFT's settings in the metadata, like diffusers does."""
+    """Writes the layers in fp16, with PEFT's settings in the metadata, as diffusers does."""
     layers = get_peft_model_state_dict(pipeline.unet)
     StableDiffusionPipeline.save_lora_weights(
         folder,

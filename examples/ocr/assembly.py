@@ -193,7 +193,7 @@ def blocks_of(lines: Sequence[Line], regions: Sequence[Region], height: int) -> 
 
     Args:
         lines: in reading order. Lines inside a table are skipped, because the table's region
-            already has their words.
+            already contains their words.
     """
     tables = [region.box for region in regions if region.kind == "table"]
     outside = [line for line in lines if not any(is_inside(line.box, box) for box in tables)]

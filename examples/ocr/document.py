@@ -5,7 +5,7 @@ in C and C++, and documents are untrusted. Each document is therefore opened in 
 The process has limited memory and time, holds no model, and exits when its document is closed. If
 it dies, the error is reported for the page being read.
 
-Coordinates are pixels of the rendered page, from its upper left corner.
+Coordinates are in pixels of the rendered page, from its upper left corner.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DPI = 150
 MAX_SIDE_PX = 3000
 """Maximum side length of a rendered page. Larger pages are rendered at a lower resolution."""
 MAX_IMAGE_PX = 100_000_000
-"""Maximum pixels of an image, even inside a page: A3 at 600 dots per inch has 70 million."""
+"""Maximum number of pixels in an image, even inside a page: A3 at 600 dpi has 70 million."""
 MAX_PAGES = 10_000
 MAX_DIVIDED = 512
 """Maximum number of pages in a divided document: a prediction can return that many files."""
@@ -39,11 +39,11 @@ MAX_OBJECTS = 200_000
 """Maximum number of text, line and image objects on a page."""
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
-"""Limits for counting the pages, and limits on CPU time and total time per page."""
+"""Limits on counting the pages, and on CPU time and total time per page."""
 MAX_HEAD_BYTES = 1024 * 1024
 """Maximum size of a page's text with word positions, about 30,000 words.
 
-The output produced from that much text fits into a prediction.
+The output produced from that much text fits in a prediction.
 """
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
@@ -150,7 +150,7 @@ class Document:
         return Raster(head["width"], head["height"], pixels)
 
     def alone(self, page: int) -> tuple[str, bytes]:
-        """Returns the file suffix and bytes of a document with only this page.
+        """Returns the file suffix and bytes of a document that contains only this page.
 
         PDF pages become PDFs, TIFF pages become PNGs, and other images are unchanged.
 
@@ -204,7 +204,7 @@ def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
         pages: requested pages, in the format of `chosen`.
 
     Raises:
-        InvalidInput: the document can't be read, does not have these pages, or too many are
+        InvalidInput: the document can't be read or does not have these pages, or too many are
         requested.
     """
     with Document(path) as document:
@@ -467,7 +467,7 @@ def _plain(text: str) -> str:
 
 
 def _find_rendered_size(width: float, height: float) -> tuple[int, int, int]:
-    """Returns a page's width and height in pixels, and its dpi, from its size in points."""
+    """Returns a page's width and height in pixels and its dpi, given its size in points."""
     if not (width > 0 and height > 0):
         raise Unreadable("its width or height is zero")
     scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))
@@ -538,7 +538,7 @@ class ImagePages:
         return Raster(width, height, on_white.tobytes())
 
     def alone(self, number: int) -> tuple[str, bytes]:
-        """Returns a PNG of a TIFF page, or else the unchanged file, and the file suffix."""
+        """Returns a TIFF page as a PNG, or any other file unchanged, and the file suffix."""
         image, dpi = self._upright_image(number)
         kind = str(self._file.format)
         if kind != "TIFF":

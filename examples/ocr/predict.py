@@ -34,9 +34,11 @@ from document import Document, InvalidInput, Raster, chosen
 from PIL import Image
 
 MIN_TEXT_CHARS = 32
-"""A text layer with fewer letters than this, beneath a full-page image, is a stamp on a scan."""
+"""A text layer with fewer letters than this, beneath a full-page image, is considered a stamp on a
+scan.
+"""
 SCAN_SHARE = 0.5
-"""If an image covers this share of a page that has hardly any text, the page is a scan."""
+"""If an image covers this share of a page with hardly any text, the page counts as a scan."""
 MAX_UNKNOWN_SHARE = 0.3
 """A text layer with a larger share of invalid letters is not used."""
 MIN_DRAWN = 6
@@ -239,7 +241,7 @@ class Predictor(BasePredictor):
     ) -> Iterator[dict[str, Any]]:
         """Yields each page in Mistral's format as soon as it has been read.
 
-        Coordinates are pixels at the `dimensions` of the page. Images are files rather than
+        Coordinates are in pixels, relative to the page's `dimensions`. Images are files rather than
         `image_base64`.
         """
         wishes = Wishes(

@@ -1,4 +1,4 @@
-"""Opens documents in a separate process, and assembles pages from their text."""
+"""Opens documents in a separate process and assembles pages from their text."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
 """Share of a page, from the top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
-"""Malicious files for which the client waits until they are rejected."""
+"""The malicious files whose rejection the client waits for."""
 FLOW = "ocr-pages"
 (CLIENT,) = (client for client in CLIENTS if client.name == "mistral")
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Serves a model that reads documents, as a whole and page by page.
+    """Serves a model that reads documents, whole and page by page.
 
     Skips without a package index.
     """

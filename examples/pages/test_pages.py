@@ -83,7 +83,7 @@ def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path:
 
 
 def test_a_hundred_thousand_ranges_hold_nobody_up() -> None:
-    """As many ranges as fit into an input."""
+    """As many ranges as fit in an input."""
     began_s = time.process_time()
     assert len(chosen(",".join(["0-9999"] * 100_000), 10_000)) == 10_000
     with pytest.raises(InvalidInput, match="page 99999 does not exist"):

@@ -1,4 +1,4 @@
-"""Splits the pages of a document into passages that fit into an embedding model."""
+"""Splits the pages of a document into passages short enough for an embedding model."""
 
 from __future__ import annotations
 

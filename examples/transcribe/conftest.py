@@ -101,7 +101,7 @@ def oracle(python: str, kind: str, *arguments: str | Path) -> str:
 def run(python: str, code: str | Path, *arguments: str | Path) -> str:
     """Returns a Python program's output, run with as many threads as a class gets.
 
-    Float sums depend on the number of threads, which changes a word on some CPUs.
+    Floating-point sums depend on the number of threads, which changes a word on some CPUs.
     """
     program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(

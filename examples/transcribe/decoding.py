@@ -23,7 +23,9 @@ RATE_HZ = 16_000
 BLOCK_S = 30
 FULL_SCALE = 32_768
 TOLERANCE_S = 0.1
-"""Maximum audio that may be missing, such as a truncated frame or samples added by an encoder."""
+"""Maximum amount of audio that may be missing, such as a truncated frame or samples added by an
+encoder.
+"""
 MAX_WHOLE_S = 4 * 3600
 """Maximum seconds of one channel that FFmpeg may decode at once. Decoding that much uses about 2
 GiB.

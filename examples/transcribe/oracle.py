@@ -1,11 +1,11 @@
 """Reference results for tests of the transcriber.
 
-Runs in the Python environment that has its packages.
+Runs in the Python environment that contains the transcriber's packages.
 
-`direct`: faster-whisper, called directly. `windows`: its windows for a recording, compared with the
-streamed ones. `random`: the same with random speech probabilities. `cuts`: where continuous speech
-is cut. `steps`: the classes in a flow, one after another. `longer`: builds a long recording from
-others.
+`direct`: faster-whisper, called directly. `windows`: faster-whisper's windows for a recording,
+compared with the streamed ones. `random`: the same with random speech probabilities. `cuts`: where
+continuous speech is cut. `steps`: the classes in a flow, one after another. `longer`: builds a long
+recording from others.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def probabilities(rng: np.random.Generator) -> Any:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     together = np.concatenate(runs)[:frames]
-    # Includes occasional pauses, because faster-whisper cuts speech without pauses mid-word.
+    # Includes occasional pauses, because without them, faster-whisper cuts speech mid-word.
     for start in range(400, len(together), 400):
         together[start : start + 5] = 0.1
     return together

@@ -36,7 +36,7 @@ PCM_TAGS = (1, 3, 6, 7, 0xFFFE)
 OPUS_RATE_HZ = 48_000
 MAX_PARTS = 1000
 MAX_STRAY_BYTES = 1 << 18
-"""Maximum bytes between two MP3 or AAC frames that belong to neither frame.
+"""Maximum number of bytes between two MP3 or AAC frames that belong to neither of them.
 
 Searching further would take seconds.
 """
@@ -46,7 +46,9 @@ MAX_BOXES = 200_000
 Two hours of 100 ms fragments have 144,000.
 """
 MAX_STRAY_FRAMES = 100_000
-"""Maximum places in a FLAC file that merely look like a frame. 64 MiB of random data has 2,000."""
+"""Maximum number of places in a FLAC file that merely look like a frame. 64 MiB of random data has
+2,000.
+"""
 
 
 class InvalidInput(ValueError):
@@ -180,7 +182,8 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
 def _wav_data_end(data: bytes, begin: int, size: int) -> int:
     """Returns the end of the samples.
 
-    The end is the next chunk if there is one, otherwise the next recording or the end of the data.
+    The end is the next chunk if there is one; otherwise, it is the next recording or the end of the
+    data.
     """
     end = begin + size
     if size not in TO_THE_END and end <= len(data):
@@ -360,7 +363,7 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         number, block, is_variable = head
         size = size or block
         first = number if is_variable else number * size
-        # Bytes that look like a frame by chance have a random number, and a few frames may be
+        # Bytes that look like a frame by chance have a random frame number, and a few frames may be
         # missing before a real frame.
         if counted <= first <= counted + 100 * max(block, size):
             before, counted, last = first, first + block, frame.start()
@@ -400,7 +403,7 @@ def _crc8(data: bytes) -> int:
 
 
 def _crc16(data: bytes) -> int:
-    """Returns a frame's checksum, including its own (0 if intact): x^16 + x^15 + x^2 + 1."""
+    """Returns a frame's checksum with its own included (0 if intact): x^16 + x^15 + x^2 + 1."""
     crc = 0
     for byte in data:
         crc ^= byte << 8

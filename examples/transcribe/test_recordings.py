@@ -61,7 +61,7 @@ def corpus(
 
 
 def transcribe(client: Any, path: Path) -> tuple[Any, float]:
-    """Returns a recording's transcript, and its price in USD."""
+    """Returns a recording's transcript and its price in USD."""
     raw = client.audio.transcriptions.with_raw_response.create(
         model="transcribe",
         file=path,
@@ -139,7 +139,7 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         if recording.damage in ("none", "lied", "tagged"):
             assert text == expected, recording
         elif recording.damage == "joined":
-            # With an encoding that is hard to understand, a different window may gain or lose a
+            # If the encoding makes speech hard to understand, changing the window may add or drop a
             # word.
             missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, spoken)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording
@@ -192,7 +192,7 @@ soundfile.write(sys.argv[2], samples, rate, "FLOAT")
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_our_own_speech_is_heard_in_full(client: Any, tmp_path: Path, kind: str) -> None:
-    """Recordings are tested whole and streamed, in each format that can be spoken."""
+    """Recordings are tested whole and streamed, in each format that speech output supports."""
     create = client.audio.speech.create
     options = {"model": "speech", "input": SAID, "voice": "heart"}
     pcm = create(**options, response_format="pcm").content

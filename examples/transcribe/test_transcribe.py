@@ -169,7 +169,7 @@ def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minute
 
 
 def test_equal_windows_give_equal_samples(python: str, sentences: dict[Path, str]) -> None:
-    """Uses a temperature above 0, and doesn't depend on earlier samples."""
+    """Uses a temperature above 0 and doesn't depend on earlier samples."""
     texts = json.loads(oracle(python, "samples", next(iter(sentences))))
     assert texts[0] == texts[2]
 

@@ -1,4 +1,4 @@
-"""Cuts a recording at silences into windows that fit into Whisper.
+"""Cuts a recording at silences into windows short enough for Whisper.
 
 The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
 the parts with speech, and consecutive parts share a window as long as they total at most WINDOW_S.
@@ -30,7 +30,7 @@ WINDOW_S = 30
 FRAME = 512
 """Number of samples for each probability that the detector returns."""
 CONTEXT = 64
-"""Samples before a frame that the detector also considers."""
+"""Number of samples before a frame that the detector also considers."""
 SPEECH_ABOVE, SILENCE_BELOW = 0.5, 0.35
 SHORT_SILENCE = RATE_HZ * 98 // 1000
 """A part that gets too long is cut at the last silence longer than this."""
@@ -39,7 +39,9 @@ PAD = RATE_HZ * 400 // 1000
 """Padding at both ends of a part."""
 MAX_PART = WINDOW_S * RATE_HZ - FRAME - 2 * PAD
 SEARCHED = 10 * RATE_HZ // FRAME
-"""Number of frames searched for the quietest one at the end of a full part without a pause."""
+"""Number of frames at the end of a full part without a pause that are searched for the quietest
+one.
+"""
 
 
 def faster_whisper() -> Any:
@@ -108,7 +110,7 @@ class PartFinder:
     """Start of the current part."""
     _quiet_since: int = 0
     _cut: int = 0
-    """The last silence in the part where it may be cut, or 0 if there is none."""
+    """The last silence at which the part may be cut, or 0 if there is none."""
     _after_cut: int = 0
     """Position where speech resumes after that silence."""
     _powers: deque[float] = field(default_factory=lambda: deque(maxlen=SEARCHED))
@@ -188,7 +190,7 @@ class _Samples:
         return self.start + len(self.kept)
 
     def add(self, block: Any, needed_from: int) -> None:
-        """Adds a block, and drops samples before `needed_from`."""
+        """Adds a block and drops samples before `needed_from`."""
         dropped = min(max(0, needed_from - self.start), len(self.kept))
         self.kept = np.concatenate([self.kept[dropped:], block])
         self.start += dropped
@@ -283,7 +285,7 @@ def windows_of(path: Path) -> Iterator[Window]:
     """Yields the windows of a recording. Yields nothing if it has no speech.
 
     Raises:
-        InvalidInput: the file is not a recording, or is empty.
+        InvalidInput: the file is not a recording or is empty.
     """
     cutter = Cutter()
     for block in decode(path):

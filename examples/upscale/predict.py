@@ -44,7 +44,7 @@ UNREADABLE = (
 
 _MAGIC = 7767517
 _FLOAT16 = 0x01306B47
-"""Marks weights in half precision. The upstream file has no others."""
+"""Marks weights in half precision. The upstream file contains only such weights."""
 _NEAREST = 1
 
 
@@ -157,7 +157,7 @@ class Network:
 
     @torch.inference_mode()
     def __call__(self, image: Tensor) -> Tensor:
-        """Upscales a batch (n, 3, height, width) of numbers from 0 to 1 four times."""
+        """Upscales a batch (n, 3, height, width) of numbers from 0 to 1 by a factor of four."""
         weights = iter(self._weights)
         # Each blob has one reader (`Split` makes copies), so it is freed after being read.
         blobs = {"data": image.to(self._device, self._type)}

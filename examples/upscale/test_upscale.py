@@ -52,7 +52,7 @@ def predictor(module: ModuleType) -> Any:
 
 
 def small(side: int = 48) -> Image.Image:
-    """Returns a part of a photograph with edges and texture."""
+    """Returns part of a photograph, with edges and texture."""
     image = photograph("flower.jpg")
     image.thumbnail((160, 160))
     left, top = (image.width - side) // 2, (image.height - side) // 2

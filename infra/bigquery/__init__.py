@@ -1,10 +1,10 @@
 """The single definition of the BigQuery tables: their schemas, options, and views.
 
 `rows` is the usage table. `worker_hours` records how workers spend their time, and
-`webhook_deliveries` the outcome of each delivery. `daily_usage` and `anomalies` are computed from
-rows, one day at a time. `create` reads the files next to this one for the local stack, and
-Terraform reads them for the cloud. Views name a table as `${project}.${dataset}.rows`. The reports
-that read these tables are in `shared/reports`.
+`webhook_deliveries` records the outcome of each delivery. `daily_usage` and `anomalies` are
+computed from rows, one day at a time. `create` reads the files next to this one for the local
+stack, and Terraform reads them for the cloud. Views name a table as `${project}.${dataset}.rows`.
+The reports that read these tables are in `shared/reports`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def schema(table: str = TABLE) -> list[dict[str, str]]:
 
 
 def table_options(table: str = TABLE) -> dict[str, Any]:
-    """Returns partitioning and clustering, in the format of BigQuery's Table resource."""
+    """Returns the partitioning and clustering, in the format of BigQuery's Table resource."""
     table_: dict[str, Any] = json.loads((_FOLDER / f"{table}.table.json").read_text())
     return table_
 
 
 def views(project: str, dataset: str) -> dict[str, str]:
-    """Returns each view's GoogleSQL, keyed by name, for a project's and dataset's tables."""
+    """Returns each view's GoogleSQL, keyed by name, for the tables of a project and dataset."""
     return {
         name: Template(sql).substitute(project=project, dataset=dataset, only="TRUE")
         for name, sql in _files("views").items()
@@ -70,7 +70,7 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
 
 
 def view_columns(name: str) -> dict[str, str]:
-    """Returns a view's column descriptions, in order, from the head of its file, if any."""
+    """Returns a view's column descriptions, in order, from the top of its file, if any."""
     files: dict[str, str] = {}
     for line in (_files("views") | _files("tenant_views"))[name].splitlines():
         if line.startswith("-- column "):

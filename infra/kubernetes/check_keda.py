@@ -1,6 +1,6 @@
 """Checks the KEDA objects in a rendered file against KEDA's models.
 
-check.sh runs this in the environment with the checkers.
+check.sh runs this in the checkers' environment.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
     """Reads the deployment of `region` from `terraform output -json deployments`, adding `options`.
 
     Raises:
-        ConfigurationError: the file can't be read or does not have this region, or a field is
+        ConfigurationError: the file can't be read or does not contain this region, or a field is
         missing or invalid.
     """
     try:

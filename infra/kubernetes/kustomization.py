@@ -1,4 +1,4 @@
-"""Writes kustomization.yaml files, and patches that several of them need."""
+"""Writes kustomization.yaml files and the patches that several of them share."""
 
 from __future__ import annotations
 

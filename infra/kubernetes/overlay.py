@@ -100,7 +100,7 @@ NOTHING = Weights({}, {}, (), ())
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
     """Returns where one worker's models get their weights.
 
-    Only models and adapters from the Hub need one.
+    Only models and adapters from the Hub need a source.
     """
     of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
@@ -117,7 +117,7 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
 
 def _repositories(model: Model) -> list[str]:
-    """Returns Hub repositories with the model's weights, controls, adapters, and IP-Adapters."""
+    """Returns Hub repositories for the model's weights, controls, adapters, and IP-Adapters."""
     adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
     sources = [source for source, _ in model.sources.values()]
     sources += ["/".join(parts[:2]) for parts in adapters]
@@ -125,7 +125,7 @@ def _repositories(model: Model) -> list[str]:
 
 
 def _mount(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
-    """Returns a volume for each repository. They share the disk for file caches evenly."""
+    """Returns a volume for each repository. The volumes share the file-cache disk evenly."""
     annotations = {
         "gke-gcsfuse/volumes": "true",
         "gke-gcsfuse/cpu-request": f"{SIDECAR_CPU_M}m",
@@ -171,7 +171,7 @@ def _compiles(model: Model) -> bool:
 def _with_kernels(weights: Weights, bucket: str) -> Weights:
     """Adds a folder in the same bucket for compiled kernels.
 
-    The worker may write only the part for its model (infra/terraform/platform/storage.tf).
+    The worker may write only to its model's part (infra/terraform/platform/storage.tf).
     """
     options = (
         "implicit-dirs",
@@ -523,7 +523,7 @@ def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str
 
 
 def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
-    """Returns how many seconds models may take to start beyond the limit in the tree's probe."""
+    """Returns how many seconds beyond the tree's probe limit the models may take to start."""
     startup_s = float(deployment.settings.get("PENSTOCK_STARTUP_S", 0)) or group.startup_s
     return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
 
@@ -580,7 +580,7 @@ def _worker_patch(
     if volumes:
         pod["volumes"] = volumes
     if deployment.is_outside:
-        # If there is an autoscaler, each apply would reset its count.
+        # If there is an autoscaler, each apply would reset the replica count it set.
         spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
     patch = deployment_patch("worker", pod, **spec)
     if weights.annotations:

@@ -1,4 +1,4 @@
-"""`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment outside Google.
+"""`python -m infra.kubernetes.self_hosted`: the overlay for a whole deployment outside Google.
 
 Workers are the same as in every other cluster (overlay.py). The rest consists of the API, the batch
 runner, the functions, the row archive, any servers that the site does not provide itself, and the
@@ -55,7 +55,7 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 REDIS_DATA_PERCENT = 60
 """Percentage of the pod's memory for data.
 
-The rest is for clients, and for changes made while the file is rewritten.
+The rest is for clients and for changes made while the file is rewritten.
 """
 
 OBJECTS_DIR = "/var/lib/penstock/objects"
@@ -75,7 +75,7 @@ _PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
-    """Returns the servers that run there, keyed by name, with JSON patches for StatefulSets."""
+    """Returns the servers run in the cluster, by name, with JSON patches for StatefulSets."""
     patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)
@@ -272,7 +272,7 @@ def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
 
 
 def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None:
-    """Writes the folder with the clients that run there, all with the same settings."""
+    """Writes the folder with the clients that run in the cluster, all with the same settings."""
     names = _running(site)
     folder.mkdir()
     text = yaml.safe_dump(inline_interfaces(models_file), sort_keys=False)

@@ -98,7 +98,7 @@ def is_installed() -> bool:
 
 
 def with_text_model(models_file: Path, catalog_file: Path) -> Path:
-    """Writes a copy of the catalog that also has the text model. Returns `catalog_file`."""
+    """Writes a copy of the catalog that also contains the text model. Returns `catalog_file`."""
     catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     names = [[entry["name"], *entry.get("aliases", ())] for entry in catalog["models"]]
     if not any(MODEL in own for own in names):

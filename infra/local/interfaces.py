@@ -56,7 +56,7 @@ class Inspection:
         self._process.wait()
 
     def end(self) -> list[str]:
-        """Stops the inspection if it is running, and returns lines to show to the user.
+        """Stops the inspection if it is running and returns lines to show to the user.
 
         Raises:
             ConfigurationError: the class can't be served. The message contains the reason.

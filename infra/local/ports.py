@@ -10,7 +10,7 @@ from infra.local.process import free_port
 
 @dataclass(frozen=True)
 class Ports:
-    """Ports on 127.0.0.1. Worker number n serves probes on the n-th free port in `health`."""
+    """Ports on 127.0.0.1. Worker n serves probes on the nth free port in `health`."""
 
     api: int = 8080
     pubsub: int = 8085

@@ -1,4 +1,4 @@
-"""A process in the local stack, with its own process group, log file and stop time limit.
+"""A process in the local stack, with its own process group, log file and stop timeout.
 
 It is killed when the process that started it exits, for whatever reason (infra/local/reaper.py).
 """
@@ -27,7 +27,9 @@ _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 POLL_S = 0.02
 KILL_LIMIT_S = 30.0
 LAST_LINE_BYTES, LAST_LINE_CHARS = 4096, 160
-"""Bytes read from a log's end to find its last line, and how many of its characters to show."""
+"""Number of bytes read from the end of a log to find its last line, and how many of the line's
+characters to show.
+"""
 LAST_LINES = 20
 ANSWER_LIMIT_S = 5.0
 FREE_PORTS = (15_000, 32_000)
@@ -42,7 +44,7 @@ class Process:
     """A running program. Entering the context starts the program, and leaving it stops the program.
 
     Once the program has exited, it remains a zombie until it is stopped or started again, so that
-    no other process gets its ID, which is also its group's ID (except on macOS before Python 3.13,
+    no other process gets its ID, which is also its group's ID (except on macOS before Python 3.13;
     see `exit_code`).
 
     Args:
@@ -88,7 +90,7 @@ class Process:
         return self._popen.pid
 
     def start(self) -> None:
-        """Starts it and returns immediately.
+        """Starts the process and returns immediately.
 
         Raises:
             Unavailable: the program can't be executed.
@@ -122,7 +124,7 @@ class Process:
 
         Raises:
             Unavailable: the process exited first, or was stopped after `limit_s` seconds. The
-                message contains the end of its log.
+                message contains the end of the process's log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -193,13 +195,14 @@ class Process:
         finally:
             popen, self._popen = self._popen, None
             if popen is not None:
-                # Kills it if it ignores SIGTERM, along with any processes left in its group. This
-                # happens before the wait that frees its ID, which another group could then get.
+                # Kills the process if it ignores SIGTERM, along with any processes left in its
+                # group. This happens before the wait that frees its ID, which another group could
+                # then get.
                 _kill_group(popen.pid)
                 popen.wait(KILL_LIMIT_S)
 
     def kill(self) -> None:
-        """Kills the process with SIGKILL, like a crash. Its children are not killed.
+        """Kills the process with SIGKILL, simulating a crash. Its children are not killed.
 
         Raises:
             Unavailable: it is not running, or did not exit within KILL_LIMIT_S.

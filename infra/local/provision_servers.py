@@ -44,7 +44,7 @@ TAKEN = "taken:"
 async def provision(
     admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = ""
 ) -> None:
-    """Creates everything that is missing, and leaves existing resources unchanged.
+    """Creates everything that is missing and leaves existing resources unchanged.
 
     Args:
         catalog: each model gets a jobs topic, a subscription per priority for its workers, and a
@@ -97,7 +97,7 @@ def provision_servers(
     """Creates missing resources on each local server. Changes nothing that exists.
 
     Args:
-        settings: the servers' endpoints. A server without an endpoint is Google's, and is left
+        settings: the servers' endpoints. A server without an endpoint is Google's and is left
             alone.
         functions_url: URL to which Pub/Sub pushes dead letters and webhooks. If empty, nothing is
             pushed.

@@ -82,7 +82,7 @@ class RedisServer(Process):
         """Starts Redis and waits until it responds to PING.
 
         Raises:
-            Unavailable: it exited, or did not respond in time.
+            Unavailable: it exited or did not respond in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()

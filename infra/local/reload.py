@@ -1,7 +1,7 @@
 """Reloads a custom model whose sources have changed, without interrupting anything else.
 
 The class is inspected first. If it can't be served, the reason is reported and the old class keeps
-running. Otherwise penstock.schema.json is written, and the worker stops as usual (it finishes its
+running. Otherwise, penstock.schema.json is written, and the worker stops as usual (it finishes its
 jobs or hands them back) and restarts with the new sources. Jobs wait at the broker until then. The
 API and batch runner load the new schema on SIGHUP when the new worker starts.
 """
@@ -125,7 +125,7 @@ class _WatchedClass:
             return
         for note in notes:
             self._report("note", f"{self._class.model}: {note.removeprefix('note: ')}")
-        if self._changed_s is None:  # otherwise, they have changed again
+        if self._changed_s is None:  # otherwise, the sources have changed again
             self._report("reload", f"{self._class.model}: its sources have changed")
             self._supervisor.restart(self._worker, self._on_started)
 

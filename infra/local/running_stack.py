@@ -30,7 +30,7 @@ PLACES = frozenset(
 
 @dataclass(frozen=True)
 class RunningStack:
-    """The contents of stack.json: the stack's `PENSTOCK_*` variables, and its process IDs."""
+    """The contents of stack.json: the stack's `PENSTOCK_*` variables and its process IDs."""
 
     settings: dict[str, str]
     processes: dict[str, int]

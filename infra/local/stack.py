@@ -39,7 +39,7 @@ WEBHOOK_KEY_BYTES = 32
 
 MAKE_LIMIT_S = 180.0
 LOOSE_COSINE = 0.999
-"""INT8 graphs are built only for models whose entry tolerates a cosine lower than this."""
+"""INT8 graphs are built only for models whose entry tolerates a cosine similarity below this."""
 
 SERVER_LIMIT_S = 60.0
 PREPARE_LIMIT_S = 1020.0
@@ -66,7 +66,7 @@ def load_secrets(state_dir: Path) -> dict[str, str]:
     The secrets stay the same across starts.
 
     Args:
-        state_dir: folder of `secrets.json`, which only its owner may read.
+        state_dir: folder that contains `secrets.json`, which only its owner may read.
     """
     path = state_dir / "secrets.json"
     if not path.exists():
@@ -156,7 +156,7 @@ class Stack:
 
     Raises:
         ConfigurationError: a port is in use, or the catalog or a setting is invalid. Unavailable: a
-            part exited or was not ready in time. The message contains the end of its log.
+            part exited or was not ready in time. The message contains the end of the part's log.
     """
 
     def __init__(

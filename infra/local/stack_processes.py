@@ -95,7 +95,7 @@ class RabbitServer(Process):
         """Starts the node and waits until it responds.
 
         Raises:
-            Unavailable: it exited, or did not respond in time.
+            Unavailable: it exited or did not respond in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         (self._data_dir / "plugins").write_text("[].\n")

@@ -98,7 +98,7 @@ class Supervisor:
         return None
 
     def restart(self, name: str, on_started: Callable[[], None]) -> None:
-        """Stops a part as usual, and starts it again once it has exited.
+        """Stops a part as usual and starts it again once it has exited.
 
         If it doesn't become ready, it stays down until the next restart, because its sources are
         broken and the user is about to fix them.

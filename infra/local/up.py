@@ -1,4 +1,4 @@
-"""`penstock up`: runs the stack until Ctrl-C, and prints how to use it.
+"""`penstock up`: runs the stack until Ctrl-C and prints instructions for using it.
 
 A part that dies is restarted. The other parts keep their state, just like in the cloud. If other
 machines can reach the API, it requires keys and does not send webhooks to private addresses.

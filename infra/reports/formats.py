@@ -28,7 +28,7 @@ CSV_PLACES = 12
 amounts.
 """
 MAX_LINES = 500
-"""Maximum number of rows in a table. CSV and Parquet files have all rows."""
+"""Maximum number of rows in a table. CSV and Parquet files contain all rows."""
 LONG = 40
 """Maximum number of characters per line in a cell."""
 PLOT_PX = 320

@@ -1,4 +1,4 @@
-"""Creates the usage tables in the configured BigQuery, and checks that they exist."""
+"""Creates the usage tables in the configured BigQuery and checks that they exist."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
 def default_credentials() -> Credentials:
-    """Returns the credentials of the account that runs this.
+    """Returns the credentials of the account running this process.
 
     Raises:
         ConfigurationError: no credentials were found.
@@ -72,7 +72,7 @@ class GoogleClient:
         """Waits until a long-running operation has succeeded.
 
         Raises:
-            Unavailable: it failed, or did not finish in time.
+            Unavailable: it failed or did not finish in time.
         """
         state: Mapping[str, Any] = operation
         for _ in range(max(1, int(limit_s / 2))):

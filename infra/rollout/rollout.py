@@ -168,7 +168,7 @@ class Rollout:
                 )
 
     def try_candidate(self) -> None:
-        """Assigns each region's newest revision a URL without traffic, and sends requests to it.
+        """Assigns each region's newest revision a URL without traffic and sends requests to it.
 
         Raises:
             Unavailable: a response was missing or wrong.
@@ -202,7 +202,7 @@ class Rollout:
             for region, service in self._services.items():
                 begun_regions.append(region)
                 self._roll_region(region, service)
-        except BaseException:  # including KeyboardInterrupt, and bugs in this code
+        except BaseException:  # including KeyboardInterrupt and bugs in this code
             for region in begun_regions:
                 self._take_back(region, before[region])
             raise

@@ -76,7 +76,7 @@ class CloudRunService:
         )
 
     def give(self, shares: dict[str, int], candidate: str = "") -> None:
-        """Splits the traffic by revision, and assigns `candidate` a separate URL.
+        """Splits the traffic by revision and assigns `candidate` a separate URL.
 
         Returns when done.
 

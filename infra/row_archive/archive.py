@@ -38,7 +38,7 @@ UNPACKED_MAX_BYTES = 64 * 1024 * 1024
 _GZIP = 31
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
-"""Unix time from year 1 to year 9999, as in BigQuery."""
+"""Range of Unix times, from year 1 to year 9999, as in BigQuery."""
 _TYPES: dict[str, Any] = {
     "STRING": str,
     "INTEGER": _Int64,
@@ -295,7 +295,7 @@ class RowArchive:
     async def _lines(self, archive_pass: _Pass, key: str) -> list[bytes]:
         """Returns an object's lines.
 
-        A damaged object yields no lines, and is kept under `rejected/`.
+        A damaged object yields no lines and is kept under `rejected/`.
 
         Raises:
             _TakenOverError: another process has archived the pass. The rows collected here are then

@@ -23,7 +23,7 @@ class RowLoader(Protocol):
         """Loads a file's rows into the table. Skips a name that has already been loaded.
 
         Raises:
-            Unavailable: it is unknown whether the table has the rows.
+            Unavailable: it is unknown whether the table contains the rows.
         """
         ...
 

@@ -211,7 +211,7 @@ class Latents:
     """Scenes with their latents in memory.
 
     Args:
-        scenes: content of the images.
+        scenes: the scenes that the images show.
         mean, std: of each image's latents, [scenes, latents, 8, 8].
     """
 

@@ -94,7 +94,7 @@ class _Queue:
         return self.passes is None or self.passes.matches(attributes)
 
     def deliver(self) -> None:
-        """Delivers waiting messages to pullers that have room, in turn."""
+        """Delivers waiting messages, in turn, to pullers that have room."""
         idle = 0
         while self.waiting and idle < len(self.pullers):
             puller = self.pullers[0]

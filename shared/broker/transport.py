@@ -114,7 +114,8 @@ class Publisher(Protocol):
 
         Raises:
             Unavailable: the broker could not be reached or did not respond within `timeout_s`.
-            BadInput: the broker rejected the message (too large, topic does not exist …).
+            BadInput: the broker rejected the message (it is too large, its topic does not exist,
+                …).
             Overloaded: too many messages are waiting to be published, or the broker's quota is
                 exhausted.
             ConfigurationError: the broker denied us access (permissions, credentials).
@@ -140,11 +141,11 @@ class Subscription(Protocol):
         """How long the broker takes to respond, as measured."""
 
     def hold(self, max_messages: int) -> None:
-        """Sets how many unacked messages may be held from now on, at least the initial number.
+        """Sets how many unacked messages (at least the initial number) may be held from now on.
 
         The change takes effect gradually, in the background: increases happen quickly, and
-        decreases happen as messages are acked. The bytes of additional messages are also limited by
-        `max_bytes`.
+        decreases happen as messages are acked. The total size of additional messages is also
+        limited by `max_bytes`.
         """
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
@@ -373,7 +374,7 @@ def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
 
 
 def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
-    """Returns the settings for one priority's subscription, which are the same for both."""
+    """Returns the settings for one priority's subscription, the same for both priorities."""
     return SubscriptionSettings(
         jobs,
         filter=priority_filter,

@@ -115,7 +115,7 @@ def end_of_bin_s(number: int) -> float:
 
 
 def tail(seen: int, of: int, ratio: float) -> float:
-    """Returns the probability of at least `seen` out of `of`, each with probability `ratio`."""
+    """Returns the probability of at least `seen` hits in `of` trials with probability `ratio`."""
     if seen <= 0 or ratio >= 1:
         return 1.0
     if ratio <= 0:

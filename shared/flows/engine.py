@@ -90,8 +90,8 @@ NOT_RETRIED = frozenset(
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
 """Maximum JSON size of a job's items. The rest is reserved for the message's other parts."""
 ORPHANED_S = 5.0
-"""How long after its arrival a run is taken over, in seconds, if its API instance has not reported
-that all of the first jobs have been published.
+"""How many seconds after arrival a run is taken over if its API instance has not reported that all
+of the first jobs have been published.
 """
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ _errors = msgspec.json.Decoder(ItemError)
 
 
 class StepRow(NamedTuple):
-    """An item that was not computed by a worker: its result was cached, or its input was invalid.
+    """An item that no worker had to process: its result was cached, or its input was invalid.
 
     The process that planned the item's step writes the row.
     """
@@ -112,7 +112,7 @@ class StepRow(NamedTuple):
 
 
 class JobEnd(NamedTuple):
-    """The outcomes of a job's items, for its rows."""
+    """The outcomes of a job's items, used in its rows."""
 
     marked: Marked
     outcomes: list[ItemOutcome]
@@ -123,7 +123,8 @@ class FlowEngine:
     """Advances all flows' runs.
 
     Args:
-        cache: may contain step results. If None, the cache is not used before publishing.
+        cache: a cache that may contain step results. If None, the cache is not used before
+            publishing.
         purges: returns how many times a revision's cached results have been purged.
     """
 
@@ -169,7 +170,7 @@ class FlowEngine:
             outcomes: outcomes for some or all items. Large results are in the object store.
 
         Raises:
-            Unavailable: Redis did not respond, but may have recorded them.
+            Unavailable: Redis did not respond, but may have recorded the outcomes.
         """
         encoded = {outcome.index: msgspec.json.encode(outcome) for outcome in outcomes}
         step = step_of(outcomes[0].index)
@@ -213,7 +214,7 @@ class FlowEngine:
         await self.settle(prediction)
 
     async def abandon(self, run_id: str, error: PenstockError) -> None:
-        """Ends a run after one of its jobs could not be read."""
+        """Ends a run because one of its jobs could not be read."""
         record = await self._records.read(run_id)
         if record is not None and record.document:
             await self.fail(decode_document(record.document), error)
@@ -238,7 +239,7 @@ class FlowEngine:
                 return rows
             prediction, state = decode_document(record.document), await self._runs.read(run_id)
             if is_repeated:
-                # The process that planned them may have died before their rows were written.
+                # The process that planned the items may have died before their rows were written.
                 rows[:] = self._build_planned_rows(prediction, state, envelope)
             if record.is_over or record.closed:
                 if record.reply is None:
@@ -281,7 +282,7 @@ class FlowEngine:
         *,
         is_repeated: bool,
     ) -> bool:
-        """Plans steps that can start. Returns whether any of them is already finished.
+        """Plans steps that can start. Returns whether any of those steps is already finished.
 
         Raises:
             RunFailed: a step can't be planned.
@@ -325,7 +326,7 @@ class FlowEngine:
     def _find_inputs(
         self, step: FlowStep, run: Run
     ) -> tuple[Model, Mapping[int, Mapping[str, Any]]]:
-        """Returns a step's model, and the inputs of its items by position.
+        """Returns a step's model, and its items' inputs, keyed by position.
 
         Raises:
             RunFailed: a value is missing, or the model was removed.
@@ -363,7 +364,8 @@ class FlowEngine:
             except BadInput as error:
                 failed[index] = failure(index, error)
             except Exception:
-                # Otherwise, every process that advances the run would fail here, and it never ends.
+                # Otherwise, every process that advances the run would fail here, and the run would
+                # never end.
                 log.exception("input not prepared", extra={"model": model.name})
                 failed[index] = failure(index, ModelFailed("the input could not be prepared"))
             else:
@@ -387,7 +389,7 @@ class FlowEngine:
     def _mark_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks cache hits as unpaid again."""
+        """Marks the items' cached results as unpaid again."""
         if self._cache is None:
             return
         owed = {
@@ -465,7 +467,8 @@ class FlowEngine:
         """Ends the record of a closed or canceled run, including the cost of its items.
 
         Args:
-            envelope: used to count the end of the run in metrics. None if the API counts it.
+            envelope: used to count the end of the run in metrics. None if the API counts the end of
+                the run.
         """
         error = _errors.decode(record.closed) if record.closed else None
         reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
@@ -489,7 +492,7 @@ class FlowEngine:
             return
         attributes = reply_attributes(envelope.request_id, 0, envelope.slot)
         data = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
-        with suppress(BadInput):  # the instance no longer exists, and neither does its caller
+        with suppress(BadInput):  # neither the instance nor its caller exists anymore
             await self._publisher.publish(envelope.inbox, data, attributes)
 
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
@@ -524,7 +527,7 @@ def may_retry(job: Job, outcome: ItemOutcome) -> bool:
 def divide_into_jobs(items: Sequence[Item], largest: int) -> list[list[Item]]:
     """Groups items into jobs that fit into messages.
 
-    Identical items share a job, so that they are computed once.
+    Identical items share a job so that they are processed only once.
 
     Args:
         largest: maximum number of distinct items per job.
@@ -550,7 +553,7 @@ def _bytes_of(item: Item) -> int:
 
 
 def _step_envelope(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
-    """Returns the envelope of the step's job whose first item has this index."""
+    """Returns the envelope for the step's job that starts with the item at this index."""
     return msgspec.structs.replace(
         envelope,
         model=model.name,

@@ -37,7 +37,7 @@ _bodies = msgspec.json.Decoder(JobBody)
 _inputs = msgspec.json.Decoder(CustomInput | ImagesInput)
 
 PAGE_ITEMS = 64
-"""Number of items whose outcomes are read together."""
+"""Number of item outcomes to read at a time."""
 
 
 class Run:

@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Maximum open runs per flow. A tenant with twice that many open runs gets `batch` priority for any
-additional ones.
+"""Maximum number of open runs per flow. A tenant with twice that many open runs gets `batch`
+priority for any additional ones.
 """
 OF_CATALOG = "an entry of the catalog"
 """Context passed to validators for catalog entries."""
@@ -196,7 +196,7 @@ class Model(CatalogEntry):
 
     @property
     def requested(self) -> Model:
-        """The model that callers request: this model, unless it is an image request's run."""
+        """The model that callers request: this one, unless it stands for an image request's run."""
         return self
 
     @property
@@ -205,12 +205,12 @@ class Model(CatalogEntry):
         return ()
 
     def find_bounds(self, inputs: Sequence[Input]) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
-        """Returns the steps' models, each with the maximum work of its items."""
+        """Returns the steps' models, each with the maximum work for its items."""
         return ()
 
     @property
     def limited_unit(self) -> Unit:
-        """The unit of work counted by limits."""
+        """The unit of work that limits are based on."""
         return self.requested.definition.unit
 
     @property
@@ -220,12 +220,12 @@ class Model(CatalogEntry):
 
     @property
     def usual_batch(self) -> Batch:
-        """Batch limits on a device that was not measured."""
+        """Batch limits for a device without measurements."""
         return self.definition.usual_batch(self)
 
     @property
     def result_tolerance(self) -> float:
-        """Maximum distance of results from torch fp32 results, as measured for the task."""
+        """Maximum distance between the results and torch fp32 results, as measured for the task."""
         return self.definition.tolerance(self)
 
 
@@ -233,7 +233,7 @@ class Revision(Model):
     """A model's canary, deployed as `<name>.canary`."""
 
     canary: Canary
-    """The canary's share, and the limits it must stay within to keep it."""
+    """The canary's share, and the limits it must stay within to keep that share."""
 
 
 class Flow(Model):
@@ -296,7 +296,7 @@ class WorkerGroup:
 
     @property
     def startup_s(self) -> float:
-        """Time limit for a model process, which loads all these models, to become ready."""
+        """Time limit for a model process, which loads all of these models, to become ready."""
         return sum(model.startup_s for model in self.models)
 
     @property
@@ -338,7 +338,7 @@ class Catalog:
             upscales: True if larger images are requested.
 
         Raises:
-            FlowError: an entry created without a file names a missing model.
+            FlowError: an entry that was not read from a file names a missing model.
         """
         key = model.name, upscales
         if key not in self._image_runs:
@@ -381,7 +381,10 @@ class Catalog:
         return model
 
     def step_schema(self, name: str) -> StepSchema | None:
-        """Returns a model's inputs and output as a flow step. None if there is no such model."""
+        """Returns the inputs and output that a model has as a flow step.
+
+        None if there is no such model.
+        """
         model = self._by_name.get(name)
         return None if model is None else model.definition.step_schema(model)
 
@@ -465,7 +468,7 @@ class Catalog:
 
 
 def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
-    """Returns an entry with a different interface, which may also change its batches."""
+    """Returns the entry with a different interface, which may also change its batch limits."""
     batch = model.batch
     if batch.max_items == _usual_items(model, model.interface):
         batch = batch.model_copy(update={"max_items": _usual_items(model, interface)})
@@ -473,7 +476,7 @@ def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
 
 
 def _usual_items(model: Model, interface: ModelInterface | None) -> int:
-    """Returns the number of items in a batch if the entry does not set it."""
+    """Returns the default number of items in a batch, used if the entry does not set it."""
     defaults = model.definition.entry_defaults({"interface": interface}).get("batch", {})
     return Batch(**defaults).max_items
 
@@ -490,7 +493,7 @@ def unknown_model(name: str) -> UnknownModel:
 
 
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
-    """Returns a flow in its served form: like a custom model, with its steps' models.
+    """Returns a flow as it is served, which is like a custom model, with its steps' models.
 
     Raises:
         FlowError: the steps do not match their models.

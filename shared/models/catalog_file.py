@@ -85,10 +85,10 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
 def _check_slugs(
     path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
 ) -> None:
-    """Checks that models and worker groups with Kubernetes objects have distinct names there.
+    """Checks that models and worker groups with Kubernetes objects have distinct Kubernetes names.
 
     Raises:
-        ConfigurationError: two have the same name.
+        ConfigurationError: two of them have the same name.
     """
     slugs: dict[str, str] = {}
     for own, node in zip(deployed, nodes, strict=True):
@@ -195,7 +195,7 @@ def reread_interfaces(catalog: Catalog, path: Path) -> None:
 
 
 def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
-    """Returns the entries of `models` (at least one), `flows` or `workers`."""
+    """Returns the entries in `models` (at least one), `flows`, or `workers`."""
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == kind and isinstance(value, yaml.SequenceNode) and value.value:
             return list(value.value)
@@ -223,7 +223,7 @@ def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Flow:
 
 @contextmanager
 def _open_located_loader(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
-    """Reads an entry. Errors name the file, the line and the location within the entry."""
+    """Reads an entry. Errors name the file, the line, and the location within the entry."""
     constructor = yaml.SafeLoader("")
     try:
         yield constructor

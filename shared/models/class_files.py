@@ -11,7 +11,7 @@ from pathlib import Path
 from shared.errors import ConfigurationError
 
 MAX_BYTES = 1024 * 1024
-"""Any larger file was not written by Penstock."""
+"""A file larger than this was not written by Penstock."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class SecretReference(NamedTuple):
     """A secret's location.
 
     Attributes:
-        kind: `local`, `kubernetes` or `google`.
+        kind: `local`, `kubernetes`, or `google`.
         parts: `path` for a local file; `secret` and `key` in Kubernetes; `version`, the full name
             of a version in Secret Manager, with its `project` and `secret`.
     """
@@ -52,7 +52,7 @@ class SecretReference(NamedTuple):
         for kind, form in _REFERENCES.items():
             if match := form.fullmatch(text):
                 return cls(kind, match.groupdict())
-        # The text is not repeated, because it may be the secret itself.
+        # The error omits the text, because it may be the secret itself.
         raise ValueError(
             "a secret must be a reference: local:/PATH, kubernetes:SECRET/KEY or "
             "google:projects/PROJECT/secrets/SECRET/versions/VERSION"

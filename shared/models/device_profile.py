@@ -43,7 +43,7 @@ class DeviceProfile(BaseModel):
     device: str = Field(min_length=1)
     """`cpu`, or the name of the GPU."""
     measured: str = Field(min_length=1)
-    """Description of the method, machine and date."""
+    """Description of the method, machine, and date."""
     versions: Mapping[str, str] = {}
     """Versions of the libraries."""
     processes: int = Field(1, gt=0)
@@ -56,12 +56,14 @@ class DeviceProfile(BaseModel):
     peak_memory_bytes: int | None = Field(None, gt=0)
     """Maximum memory of one process, which is GPU memory if measured on a GPU."""
     call_us: float | None = Field(None, gt=0)
-    """Microseconds for a call with one short text; for a GPU, most of it is spent on the host."""
+    """Microseconds for a call with one short text; for a GPU, most of that time is spent on the
+    host.
+    """
     text_us: float | None = Field(None, gt=0)
     """Microseconds of CPU time to tokenize an average text, in a worker's I/O process."""
 
     def is_of(self, model: Model) -> bool:
-        """Returns whether the profile has this model's figures for the GPU type in its entry."""
+        """Returns whether the profile has measurements of this model on its entry's GPU type."""
         is_same = (self.model, self.revision) == (model.name, model.revision)
         return is_same and is_device_of(self.device, model.gpu.type)
 
@@ -72,13 +74,13 @@ class DeviceProfile(BaseModel):
         return batch_of_tokens(model, self.batch_tokens)
 
     def tokens_s(self, model: Model) -> float | None:
-        """Returns one process's seconds per token in full batches, or None if not measured."""
+        """Returns the seconds per token for one process with full batches; None if not measured."""
         max_tokens = self.batch(model).max_tokens or 0
         sizes = [tokens for tokens in self.tokens_per_s if tokens <= max_tokens]
         return self.processes / self.tokens_per_s[max(sizes)] if sizes else None
 
     def image_s(self, model: Model) -> float | None:
-        """Returns seconds per image at the entry's default size, in full batches.
+        """Returns the seconds per image at the entry's default size, in full batches.
 
         None if not measured.
         """
@@ -99,7 +101,7 @@ def read_profiles(path: Path) -> list[DeviceProfile]:
     """Reads a profile, or all profiles in a folder and its subfolders.
 
     Raises:
-        ConfigurationError: there are none, or one is invalid.
+        ConfigurationError: there are no profiles, or one is invalid.
     """
     files = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not files:

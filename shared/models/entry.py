@@ -44,7 +44,7 @@ WORK_UNITS: Mapping[ServedApi, str] = {
     "speech": "characters",
     "ocr": "pages",
 }
-"""Unit of the work in a class's inputs, by the endpoint that it serves."""
+"""Unit of work for a class's inputs, keyed by the endpoint that it serves."""
 Rerank = Literal["cosine", "cross-encoder"]
 """Method that a similarity model uses to compare a text to a query.
 
@@ -73,7 +73,7 @@ class Batch(EntryPart):
     max_tokens: Positive | None = None
     """Maximum tokens per batch. Encoders default to 32,768.
 
-    A worker finds the right number for an encoder on its device, up to this value
+    For an encoder, a worker finds the right number for its device, up to this value
     (workers/autotune/batch_budget.py).
     """
     max_pixel_steps: Positive | None = None
@@ -96,7 +96,7 @@ class ItemWork(EntryPart):
     """Upper bounds for a custom model's items."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
-    """Maximum weight, which limits reserve for each item."""
+    """Maximum weight, which is what limits reserve for each item."""
     max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Maximum number of seconds that a class without `predict_batch` may spend on an item,
     regardless of its weight.
@@ -115,7 +115,7 @@ class Deadline(EntryPart):
 class Cache(EntryPart):
     """Cache settings: how long results are kept (0: not at all), and for which callers.
 
-    `tenant`: only callers from the tenant that sent the same input before. `global`: all callers.
+    `tenant`: only callers from a tenant that has sent the same input before. `global`: all callers.
     With `global`, a response reveals to one tenant (through `x-penstock-cache` and its timing)
     whether another tenant has sent the same input, so use it only for models whose inputs are not
     secret.
@@ -139,8 +139,8 @@ class Gpu(EntryPart):
     provisioning: Literal["standard", "flex-start"] = "standard"
     """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
-    They cost less, but wait for capacity as long as it takes and are shut down after seven days.
-    `standard`: a reservation named in the deployment, then spot, then on demand.
+    They cost less, but wait as long as it takes for capacity and are shut down after seven days.
+    `standard`: a reservation named in the deployment, then spot capacity, then on-demand capacity.
     """
 
     @model_validator(mode="after")
@@ -172,14 +172,15 @@ class PriceTerms(EntryPart):
     """The price for a delivered item."""
 
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
-    """The name for these terms in rows and on invoices. None means a digest of the figures."""
+    """The name for these terms in rows and on invoices. None means a digest of the terms' values.
+    """
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The price of the tokens that a text model generates. None means the same price as for the
     tokens it reads.
     """
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """The price of prompt tokens that a worker had already computed.
+    """The price of prompt tokens that a worker had already processed.
 
     None means the same price as for other tokens.
     """
@@ -189,7 +190,7 @@ class PriceTerms(EntryPart):
     per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price per unit of work, as returned by a custom class's `work`.
 
-    Classes without it count as 1 unit per item.
+    For classes without it, each item counts as 1 unit.
     """
     per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price per second of compute time. A batch's time is split among its items."""
@@ -279,8 +280,8 @@ class ModelResources(EntryPart):
     killed. None means 80% of the memory available to the machine or its control group.
     """
     disk_bytes: Positive = DEFAULT_DISK_BYTES
-    """Maximum disk space the model's processes may use at once, in addition to the files in the
-    class's folder, and the maximum file size.
+    """Maximum disk space that the model's processes may use at once, not counting the files in the
+    class's folder, and also the maximum size of one file.
 
     Limited to half of the free space at startup. If they exceed it, they are killed.
     """
@@ -290,15 +291,15 @@ class Generation(EntryPart):
     """Defaults and limits for a text model's parameters, in tokens."""
 
     context_tokens: Positive = 2048
-    """Maximum total tokens in a prompt and its continuation."""
+    """Maximum total number of tokens in a prompt and its continuation."""
     default_tokens: Positive = 256
     """Maximum number of generated tokens if the caller does not set one."""
     longest_tokens: Positive = 1024
     """Maximum that a caller may request."""
     chunk_tokens: Positive = 256
-    """Number of prompt tokens to read between two generation steps of other texts."""
+    """Number of prompt tokens to read between two generation steps for other texts."""
     lookup_tokens: int = Field(0, ge=0, le=64)
-    """Maximum number of tokens to guess at a time from earlier text while only one text is being
+    """Maximum number of tokens to guess at once from earlier text, if only one text is being
     generated.
     """
 
@@ -358,11 +359,11 @@ class Canary(EntryPart):
     requests.
     """
     error_ratio: float = Field(0.02, ge=0, lt=1)
-    """How much higher the canary's fraction of failed items may be than the other revision's."""
+    """How much the canary's fraction of failed items may exceed the other revision's."""
     p95_ratio: float = Field(1.5, ge=1)
     """Maximum ratio of the canary's 95th percentile response time to the other revision's."""
     compare_share: float = Field(0.1, ge=0, le=1)
-    """The fraction of the canary's requests that the other revision also computes, to compare
+    """The fraction of the canary's requests that the other revision also processes, to compare
     results.
     """
     tolerance: Tolerance | None = None
@@ -389,7 +390,7 @@ class FlowEntry(FlowPlan):
     deadline: Deadline = Deadline()
     """Deadline for all steps together."""
     max_in_flight: Positive = 512
-    """Maximum number of runs that an API instance may be starting, the same as for a model."""
+    """Maximum number of runs that an API instance may be starting at once, as for a model."""
     api: Literal["transcription", "ocr"] | None = None
     """An endpoint from OpenAI's or Mistral's API that the flow also serves."""
     gives: None = None
@@ -440,7 +441,7 @@ class CatalogEntry(EntryPart):
     """While this many items are waiting for a worker, an API instance accepts items only from
     tenants below their fair share, and rejects other items with a 429.
 
-    Encoders default to four of their largest batches, if that is more.
+    Encoders default to four times their largest batch if that is more.
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()
@@ -457,7 +458,7 @@ class CatalogEntry(EntryPart):
     rerank: Rerank = "cosine"
     """The kind of similarity model. Not allowed for other models."""
     replies: Replies = "direct"
-    """Image models default to `slots`, which require that results can be stored in the object
+    """Image models default to `slots`, which work only if results can be stored in the object
     store.
     """
     text: EmbeddingLimits = EmbeddingLimits()

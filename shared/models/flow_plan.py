@@ -112,7 +112,7 @@ class Condition(NamedTuple):
     right: Any
 
     def holds(self, scope: Mapping[str, Any]) -> bool:
-        """Returns whether the condition is true. A skipped value equals null, and can't be ordered.
+        """Returns whether the condition is true. A skipped value equals null and can't be ordered.
 
         Raises:
             BadInput: the two values can't be ordered.
@@ -201,7 +201,7 @@ def references_in(value: Any) -> Iterator[Reference]:
     """Yields the references in a value, at any depth.
 
     Raises:
-        ValueError: a text begins with `$` but is not a reference.
+        ValueError: a string begins with `$` but is not a reference.
     """
     if isinstance(value, str):
         if value.startswith("$") and not value.startswith("$$"):
@@ -273,7 +273,7 @@ class FlowStep(_Part):
     equal length, in which case `$item.name` is an element from one of them.
     """
     when: str | None = None
-    """A condition. If it is false, the step or item is skipped."""
+    """A condition. If the condition is false, the step or item is skipped."""
     default: Any = None
     """The value to use if the step fails or is skipped. Without a default, the flow fails if the
     step does, and a skipped step is null.
@@ -456,7 +456,7 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
     if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
         return {"type": "array", "items": dict(TYPES[written[0]])}
     if isinstance(written, Mapping) and ("type" in written or not written):
-        return dict(written)  # an empty type means `any` in a plan that was read before
+        return dict(written)  # an empty type means `any` in a plan that has already been read
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list "
         "containing one of them (for a list of values), or a JSON Schema with a type"

@@ -1,7 +1,7 @@
 """Checks a flow against its models when the catalog is read, and derives its output type.
 
 Types are JSON Schema, limited to the features of a class's penstock.schema.json. Unknown types (an
-object without properties, `Any`) match everything, and the process that computes the item checks
+object without properties, `Any`) match everything, and whichever process handles the item checks
 the actual values.
 """
 
@@ -26,7 +26,7 @@ from shared.models.flow_plan import (
 Schema = Mapping[str, Any]
 Place = tuple[int | str, ...]
 _SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
-"""Schema keywords to copy to the output type. Titles and defaults describe only a step."""
+"""Schema keywords to copy to the output type. Titles and defaults apply only to the step itself."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -40,7 +40,7 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class StepSchema(NamedTuple):
-    """A model's inputs and output as a flow step, as JSON Schema."""
+    """A model's flow step inputs and output, as JSON Schema."""
 
     inputs: Mapping[str, Any]
     """Schema for the object with all inputs."""
@@ -220,7 +220,7 @@ def check_values(values: Mapping[str, Any], inputs: Schema) -> dict[str, Any]:
     Files and the fields of objects are checked where they are used.
 
     Returns:
-        The values that are not null. The model's defaults replace the others.
+        The values that are not null. The model's defaults replace the nulls.
 
     Raises:
         BadInput: a value has the wrong type or is out of range. The message names its input.
@@ -234,7 +234,7 @@ def check_values(values: Mapping[str, Any], inputs: Schema) -> dict[str, Any]:
 
 
 def _find_fault(value: Any, wanted: Schema) -> str:
-    """Returns the rule that a value breaks, after its position in a list: `[2]: must be ...`.
+    """Returns the rule that a value breaks, preceded by its position in a list: `[2]: must be ...`.
 
     Empty if the value matches the type.
     """
@@ -285,7 +285,7 @@ def misfit(value: Schema, wanted: Schema) -> str:
 
 
 def _broken_rules(value: Any, wanted: Schema) -> Iterator[str]:
-    """Yields the bounds of a type that a value of that type does not meet."""
+    """Yields the bounds of its type that a value does not meet."""
     if "enum" in wanted and value not in wanted["enum"]:
         known = ", ".join(json.dumps(choice) for choice in wanted["enum"])
         yield f"must be one of {known}"

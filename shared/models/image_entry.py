@@ -1,4 +1,4 @@
-"""The image section of a catalog entry, and the models it may add to its own weights."""
+"""The image section of a catalog entry, and the models that may be added to its weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)
 
 
 class Adapter(EntryPart):
-    """A low-rank change (LoRA) to an image model's weights, which requests may select."""
+    """A low-rank change (LoRA), which requests may select, to an image model's weights."""
 
     source: Annotated[
         str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
@@ -122,7 +122,7 @@ class Control(_FolderBeside):
 class IpAdapter(_FolderBeside):
     """An image model's IP-Adapter: a file, and the image encoder it was trained with.
 
-    `subfolder`, `weight_name` and `image_encoder_folder` are the same as in diffusers'
+    `subfolder`, `weight_name`, and `image_encoder_folder` are the same as in diffusers'
     `load_ip_adapter`.
     """
 
@@ -152,7 +152,7 @@ class SafetyStep(EntryPart):
     """The custom model that checks every image before it is delivered."""
 
     model: str
-    """The model's name in the catalog. The model takes an input `image`, and returns an object with
+    """The model's name in the catalog. The model takes an `image` input and returns an object with
     `is_safe`.
     """
     threshold: float | None = Field(None, ge=0, le=1)
@@ -168,8 +168,8 @@ class DeepCacheSettings(EntryPart):
     cache_interval: int = Field(3, ge=2, le=20)
     """The whole UNet is computed once per this many steps."""
     cache_branch_id: int = Field(0, ge=0, le=8)
-    """In the other steps, only this many of the UNet's first layers, and one more than this many of
-    its last layers, are computed.
+    """In the other steps, only this many of the UNet's first layers, and one more of its last
+    layers than that, are computed.
     """
 
 
@@ -203,7 +203,7 @@ class ImageDefaults(EntryPart):
     """torch.compile for the denoiser and VAE at the default size. `auto`: on GPUs. `always`: on
     CPUs too.
 
-    With adapters, IP-Adapters or `deep_cache`, nothing is compiled.
+    With adapters, IP-Adapters, or `deep_cache`, nothing is compiled.
     """
     adapters: dict[RequestedName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may select as `lora_weights`, by name."""
@@ -216,7 +216,8 @@ class ImageDefaults(EntryPart):
     least recently used adapters are dropped to make room.
     """
     upscale: UpscaleStep | None = None
-    """The model that makes images two or four times as large. If None, requests can't use this.
+    """The model that makes images two or four times as large. If None, requests can't ask for
+    larger images.
     """
     safety: SafetyStep | None = None
     """The model that decides whether an image is delivered. If None, all images are delivered."""
@@ -274,8 +275,8 @@ class ImageDefaults(EntryPart):
     def compile_mode(self) -> Literal["auto", "always", "never"]:
         """The effective value of `compile`.
 
-        A compiled graph can't accommodate adapters, which come and go alongside its layers, and
-        does not expose its inner features.
+        A compiled graph does not expose its inner features, and can't accommodate adapters, which
+        come and go alongside its layers.
         """
         is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
         return "never" if is_open else self.compile

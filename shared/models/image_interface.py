@@ -76,7 +76,7 @@ class ImageInterface(BaseModel):
     def difference(self, other: ImageInterface) -> str:
         """Returns the first difference from another interface. Empty if they are equal.
 
-        Neither defaults, which only the entry has, nor the order is compared.
+        Defaults, which only the entry has, and order are not compared.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)

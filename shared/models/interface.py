@@ -47,7 +47,7 @@ class ModelInterface(BaseModel):
     streams: Literal["", "text", "items"] = ""
     """The form in which the output is returned.
 
-    Empty: as a whole. `text`: as pieces of a text. `items`: as elements of a list.
+    Empty: as a whole. `text`: as pieces of text. `items`: as elements of a list.
     """
     concurrency: int = Field(1, ge=1, le=1024)
     """Number of predictions that run concurrently in one process.
@@ -55,7 +55,7 @@ class ModelInterface(BaseModel):
     Greater than 1 only for asynchronous classes.
     """
     batches: bool = False
-    """True if the class computes batches (`predict_batch`), regardless of `concurrency`."""
+    """True if the class processes batches (`predict_batch`), regardless of `concurrency`."""
     weighs: bool = False
     """True if the class determines an input's weight (`work`)."""
     compares: bool = False
@@ -85,7 +85,7 @@ class ModelInterface(BaseModel):
         """Returns the required inputs, each with the simplest value.
 
         Args:
-            text: value for texts and content for files.
+            text: the value for texts, and the content of files.
         """
         required = self.inputs.get("required", ())
         return {name: _example(self.properties[name], text) for name in required}

@@ -24,7 +24,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ModelMeasurement(BaseModel):
-    """One class's figures on one machine."""
+    """One class's measurements on one machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -35,7 +35,7 @@ class ModelMeasurement(BaseModel):
     setup_s: Seconds
     """Seconds from process start until setup is complete."""
     batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
-    """Seconds until all items are done, keyed by the number of items computed together."""
+    """Seconds until all items are done, keyed by the number of items processed together."""
     work_per_item: float | None = Field(None, gt=0)
     """Average input weight returned by the class's `work`. None if the class has no `work`."""
     peak_memory_bytes: int = Field(gt=0)
@@ -48,17 +48,17 @@ class ModelMeasurement(BaseModel):
     """Digest of the sources that were measured."""
 
     def seconds_per_item(self, max_items: int) -> float:
-        """Returns seconds per item in the largest measured batch of at most `max_items`."""
+        """Returns the seconds per item in the largest measured batch of at most `max_items`."""
         items = max((size for size in self.batches if size <= max_items), default=min(self.batches))
         return self.batches[items] / items
 
     def is_of(self, gpu_type: str) -> bool:
-        """Returns whether it was measured on this GPU type in the catalog, or `none`."""
+        """Returns whether the class was measured on this GPU type from the catalog, or `none`."""
         return is_device_of(self.device, gpu_type)
 
 
 def is_device_of(device: str, gpu_type: str) -> bool:
-    """Returns whether a device has this GPU type in the catalog, or is a CPU for `none`."""
+    """Returns whether a device has this catalog GPU type, or is a CPU for type `none`."""
     if gpu_type == "none" or device == CPU:
         return (gpu_type == "none") == (device == CPU)
     return set(_words(gpu_type)) <= set(_words(device))

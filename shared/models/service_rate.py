@@ -1,4 +1,4 @@
-"""Estimates how fast a model computes, using rules shared with the fleet simulation.
+"""Estimates how fast a model runs, using rules shared with the fleet simulation.
 
 This module uses no clock and does no I/O.
 
@@ -17,10 +17,10 @@ no cost. That part of a step is spare, and the autoscaler must not count it as w
 `HeldAhead` determines how many jobs a worker must hold so that its model never waits for the
 broker. With a nearby broker, two batches per process are enough: one running and one waiting. A
 finished job's permit is reused only after its reply and ack have traveled to the broker and the
-next job has traveled back. A worker therefore also holds the jobs that its model computes during
+next job has traveled back. A worker therefore also holds the jobs that its model processes during
 that time: its rate times the round-trip time, like the bandwidth-delay product of a network path.
 The number is limited, because when a worker dies, its jobs wait for their leases to expire and are
-computed again.
+then processed again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ QUEUED_FROM = 2.5
 waits.
 """
 IDLE_FADE_S = 120.0
-"""After this much idle time, a measurement counts for only a third, because workers come and go."""
+"""After this much idle time, a measurement counts only a third as much, because workers come and
+go.
+"""
 NEWEST_WEIGHT = 0.1
 """Weight of the newest value in the moving average `service_s`."""
 
@@ -50,17 +52,17 @@ the rate changes within one deadline, and a late response is wasted work.
 MARGIN_FADE_S = 30.0
 
 LOW = 0.25
-"""Fraction of similar steps that are shorter than the usual time.
+"""Fraction of similar steps that take less than the usual time.
 
 Slower steps were delayed by something unrelated to the model, such as other work on the same cores.
 """
 MIN_RATE = 0.02
-"""Rate at which the usual time follows new steps, after the initial ones."""
+"""Rate at which the usual time adapts to new steps, after the initial ones."""
 MIN_STEPS = 3
 """Minimum number of steps with similar work needed for an estimate."""
 SLOWED = 2.0
-"""If a step takes up to this multiple of the usual time, it was slowed by other work on the same
-device, and so was its spare part.
+"""If a step takes up to this multiple of the usual time, other work on the same device slowed the
+entire step, including its spare part.
 
 The time beyond that is unreported work.
 """
@@ -71,11 +73,11 @@ MAX_AHEAD_S = 1.0
 """Seconds of work that a worker may hold in addition to two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""After this long, a third of the earlier number still counts, so the number of jobs held shrinks
+"""After this long, the earlier number still counts for a third, so the number of jobs held shrinks
 slowly.
 """
 ACK_LINGER_S = 0.02
-"""How long job acks wait to be sent together.
+"""How long job acks wait so that they can be sent together.
 
 Callers do not wait for them, and a single ack costs as much as a publish.
 """
@@ -96,7 +98,7 @@ class ServiceRate:
         """Factor applied to estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
         self._measured_s = self._measured_items = 0.0
-        """Like `_busy_s` and `_items`, without any earlier estimate."""
+        """Like `_busy_s` and `_items`, but without any earlier estimate."""
         self._known_item_s: float | None = None
         self._last_s = self._updated_s = 0.0
         self._late_s = -math.inf
@@ -117,11 +119,11 @@ class ServiceRate:
     def record_completed(
         self, now_s: float, items: int, in_flight: int, took_s: float | None
     ) -> None:
-        """Records that `items` out of `in_flight` items completed together, in `took_s`."""
+        """Records that `items` out of `in_flight` items completed together, in `took_s` seconds."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
-        # Items complete one batch at a time, and the first item in a batch is charged the time for
-        # all of its items.
+        # Items complete one batch at a time, and the first item in a batch accounts for the time of
+        # the whole batch.
         if now_s - self._updated_s >= self.service_s / 2:
             self._update(in_flight)
             self._updated_s = now_s
@@ -152,7 +154,10 @@ class ServiceRate:
         return 1 / max(self._known_item_s, 1e-9)
 
     def record_late(self, now_s: float) -> None:
-        """Records items that missed their deadline. Several late items at once count as one."""
+        """Records items that missed their deadline.
+
+        Items that are late at the same time count as one.
+        """
         if now_s - self._late_s >= self.service_s:
             self._late_s = now_s
             self.margin = min(self.margin * MARGIN_STEP, MAX_MARGIN)
@@ -176,7 +181,7 @@ class _Usual:
     steps: int = 1
 
     def observe(self, work: float, seconds: float) -> None:
-        """Moves the estimate by a quantile's step, but never past the observed value."""
+        """Moves the estimate by one quantile-estimation step, but never past the observed value."""
         rate = max(MIN_RATE, 1 / (self.steps + 1))
         self.work += rate * (work - self.work)
         if seconds < self.seconds:
@@ -187,7 +192,7 @@ class _Usual:
 
 
 class StepTime:
-    """The fixed time of a model's steps, from lines through steps with different work.
+    """The fixed time of a model's steps, estimated from lines through steps with different work.
 
     Args:
         fixed_share: initial estimate of the fixed time, as a fraction of a full step, used while
@@ -249,9 +254,9 @@ class StepTime:
 def count_held_messages(
     max_items: int, processes: int, *, in_steps: bool, in_flight: int = 1
 ) -> int:
-    """Returns how many jobs a worker holds near its broker: two batches per process.
+    """Returns how many jobs a worker near its broker holds: two batches per process.
 
-    One is running and one is waiting. Far from its broker, it holds more (`HeldAhead`).
+    One is running and one is waiting. A worker far from its broker holds more (`HeldAhead`).
 
     A generation may run for minutes. If one tenant has filled both batches, there must still be
     room for other tenants' jobs, which then get slots (workers/scheduling/priority_queue.py).
@@ -279,7 +284,7 @@ def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
     Half of the waiting batch covers half of the batch time.
 
     Args:
-        jobs_per_s: jobs per second computed while there is work.
+        jobs_per_s: jobs processed per second while there is work.
         gap_s: time from the end of a job until the next job takes its place.
     """
     ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
@@ -303,7 +308,8 @@ class HeldAhead:
         """Updates the number after a batch.
 
         Args:
-            jobs_per_s: the subscription's jobs per second over all processes, at this batch's rate.
+            jobs_per_s: the subscription's jobs per second across all processes, at this batch's
+                rate.
             took_s: the batch's duration in seconds.
             gap_s: time from the end of a job until the next job takes its place.
         """

@@ -1,8 +1,8 @@
 """Item charges. Rows, response headers, and predictions all get their amounts from here.
 
-Because both call `charge_of` with the same `ItemPrice`, a row and a header can't differ. Both get
-the price from `price_of` for the time the request arrived, which the request's job carries to the
-worker.
+Because rows and headers both call `charge_of` with the same `ItemPrice`, they can't differ. Both
+get the price from `price_of` for the time the request arrived, which the request's job carries to
+the worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.models.catalog import Model
 from shared.models.entry import WORK_UNITS
 
 SHARED = frozenset({"memory", "redis", "joined"})
-"""Cache statuses (`Receipt.cache`) of results that another item computed."""
+"""Cache statuses (`Receipt.cache`) of results that were computed for another item."""
 ENDED_BY_CALLER = frozenset({"canceled", "expired"})
 """Statuses of items that the caller canceled, or whose deadline was too short."""
 BROKEN_BY_CALLER = frozenset({BadInput.code, SchemaNotMatched.code})
@@ -26,7 +26,7 @@ BROKEN_BY_CALLER = frozenset({BadInput.code, SchemaNotMatched.code})
 
 
 class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The terms for charging for one of a model's items. Stored in a prediction's document."""
+    """The pricing terms for one of a model's items. Stored in a prediction's document."""
 
     per_million_tokens_usd: float = 0.0
     per_million_output_tokens_usd: float | None = None
@@ -34,19 +34,19 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     it reads.
     """
     per_million_cached_tokens_usd: float | None = None
-    """The price of prompt tokens that a worker had already computed.
+    """The price of prompt tokens that a worker had already processed.
 
     None means the same price as for other tokens.
     """
     per_million_pixel_steps_usd: float = 0.0
     per_item_usd: float = 0.0
-    """The price of a result that was delivered, completely or in part, regardless of its size."""
+    """The price of a result that was delivered, in full or in part, regardless of its size."""
     per_work_usd: float = 0.0
     """The price per unit of the weight returned by a custom class."""
     per_second_usd: float = 0.0
     """The price per second of compute time."""
     cached_share: float = 0.0
-    """The fraction of the price to charge for a result that another item computed."""
+    """The fraction of the price to charge for a result that was computed for another item."""
     price_share: float = 1.0
     """The fraction of the list price charged for this request, for example in a batch."""
     device_share: float = 1.0
@@ -67,7 +67,7 @@ class Charge(NamedTuple):
 
 
 def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
-    """Returns the terms for charging for one of a model's items.
+    """Returns the pricing terms for one of a model's items.
 
     Args:
         at_s: Unix time at which the request arrived.
@@ -90,7 +90,7 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
 
 
 def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple[ItemPrice, ...]:
-    """Returns the terms for charging for the items in each of a flow's steps. Empty for a model.
+    """Returns the pricing terms for the items in each of a flow's steps. Empty for a model.
 
     Args:
         at_s: see `price_of`.
@@ -144,14 +144,14 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
 
 def compute_charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the fraction of its price that an item is charged. Only this function decides that.
+    """Returns the fraction of an item's price that is charged. Only this function decides that.
 
-    An undelivered item costs nothing, whatever was computed for it. A computed and delivered item
-    costs its price. A result from the cache, or from an identical item in flight, costs
-    `cached_share` of its price. If a generation was canceled, ran out of time, or violated the
-    caller's own schema after its reader received tokens, the charge covers its prompt and those
-    tokens. A custom model's prediction that ends this way costs the price of one item. All of this
-    is multiplied by the fraction of the list price charged for the request.
+    An undelivered item costs nothing, no matter what was computed for it. An item that was computed
+    and delivered is charged at its price. A result from the cache, or from an identical item in
+    flight, costs `cached_share` of its price. If a generation was canceled, ran out of time, or
+    violated the caller's own schema after its reader received tokens, the charge covers its prompt
+    and those tokens. A custom model's prediction that ends this way costs the price of one item.
+    All of this is multiplied by the fraction of the list price charged for the request.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -163,7 +163,7 @@ def count_work(price: ItemPrice, outcome: ItemOutcome) -> float:
 
     Only this function makes that decision.
 
-    A delivered item counts the work that its price is based on. An item without a result costs
+    A delivered item counts as the work that its price is based on. An item without a result costs
     nothing, but the work done for it still counts, so that a tenant can't waste more work than its
     limits would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's
     input.
@@ -204,7 +204,7 @@ def list_price_usd(
     output_tokens: int | None = None,
     cached_tokens: int | None = None,
 ) -> float:
-    """Returns the cost of some work, by default for one item, before any fraction is applied.
+    """Returns the cost of some work (by default, one item's) before any fraction is applied.
 
     `tokens` is the total number of tokens. `output_tokens` and `cached_tokens` may be priced
     differently. `work` is the items' weight as returned by a custom class.
@@ -242,7 +242,7 @@ def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def compute_s(receipt: Receipt) -> float:
-    """Returns the seconds spent computing an item, or 0 if no model ran for it.
+    """Returns the seconds spent computing an item's result, or 0 if no model ran for it.
 
     A batch's time is divided equally among its items, as in the `usage` report.
     """
@@ -252,5 +252,5 @@ def compute_s(receipt: Receipt) -> float:
 
 
 def device_s(price: ItemPrice, receipt: Receipt) -> float:
-    """Returns the seconds of a whole device that an item used, or 0 if no model ran for it."""
+    """Returns the whole-device seconds that an item used, or 0 if no model ran for it."""
     return compute_s(receipt) * price.device_share

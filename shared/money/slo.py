@@ -44,7 +44,7 @@ def counts_toward_slo(
 
 
 def show(models: Iterable[str]) -> None:
-    """Exports these models' counters at 0.
+    """Exports these models' counters with the value 0.
 
     Otherwise, Prometheus would miss a new counter's first increment.
     """
@@ -60,7 +60,7 @@ def count_ended(model: str, status: str, items: int = 1) -> None:
 
 
 def count_refused(model: str, items: int) -> None:
-    """Counts SLO items that no worker could compute in time."""
+    """Counts SLO items that no worker could process in time."""
     _of(model, "refused").inc(items)
 
 

@@ -1,4 +1,4 @@
-"""Detects addresses reachable only from this machine, and keeps proxies away from them."""
+"""Detects addresses reachable only from this machine, and bypasses proxies for them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.enviro
 
     Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
     the lowercase names, and reads `no_grpc_proxy` before `no_proxy`. So this machine's hosts are
-    added to all of the exception variables. Call this before anything else in a program, because
-    some libraries read the environment when imported.
+    added to all of the proxy-exclusion variables. Call this before anything else in a program,
+    because some libraries read the environment when imported.
 
     Args:
-        variables: environment to change. The environment is unchanged if it has no proxy.
+        variables: environment to change. The environment is left unchanged if it does not set a
+            proxy.
     """
     names = {name.lower() for name in variables}
     if not any(name.endswith("_proxy") and not name.startswith("no_") for name in names):

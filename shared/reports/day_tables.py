@@ -1,7 +1,7 @@
 """Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
-Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery applies completely or
-not at all, so a rerun replaces the day, and readers never see a partial day:
+Each day is a partition. A query writes each day with WRITE_TRUNCATE, which BigQuery applies
+completely or not at all, so a rerun replaces the day, and readers never see a partial day:
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
 Days are in the billing time zone, both for scheduled runs and for backfills.
@@ -44,14 +44,15 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""Conditions for an anomaly beyond its score: a minimum number of hours from earlier weeks to
-compare with, and a minimum distance from their median, both in dollars or errors and as a fraction.
+"""Conditions for an anomaly, in addition to its score: a minimum number of hours from earlier weeks
+to compare with, and a minimum distance from their median, both in dollars or errors and as a
+fraction.
 """
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
 
 class BillingDay(NamedTuple):
-    """A day in the billing time zone. It has 23 or 25 hours when the clocks change."""
+    """A day in the billing time zone. It has 23 or 25 hours when DST starts or ends."""
 
     day: date
     tz: str
@@ -98,7 +99,7 @@ def days_asked(parameters: Mapping[str, object], tz: str, now: datetime) -> list
 
 
 def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
-    """Returns the day whose hours to evaluate now, and the end of its last complete hour."""
+    """Returns the day whose hours should be evaluated, and the end of its last complete hour."""
     settled = now - SETTLING
     day = BillingDay(settled.astimezone(find_zone(tz)).date(), tz)
     hours = (settled - day.since) // timedelta(hours=1)

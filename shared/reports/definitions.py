@@ -61,7 +61,7 @@ class ReportQuestion(NamedTuple):
     tz: str = "UTC"
     """IANA name of the time zone for days and months, passed as @tz."""
     tenants: tuple[str, ...] | None = None
-    """Tenants whose rows to include, passed as @tenants. None means all."""
+    """Tenants whose rows are included, passed as @tenants. None means all."""
     models: tuple[str, ...] | None = None
     """Models to include, passed as @models. None means all."""
 
@@ -80,10 +80,11 @@ def ask(
     """Parses a question.
 
     Args:
-        since: start of the range: a date, or a time in ISO 8601. Empty means `days` before its end.
-        until: end of the range, exclusive: a date or a time. Empty means now.
+        since: start of the range, as a date or an ISO 8601 time. Empty means `days` days before the
+            end of the range.
+        until: end of the range (exclusive), as a date or a time. Empty means now.
         tz: time zone for dates, and for times without one.
-        tenants: tenants whose rows to include. None means all.
+        tenants: tenants whose rows are included. None means all.
         models: models to include. None means all.
         days: number of days to look back if `since` is empty.
         max_days: maximum length of the range.
@@ -133,7 +134,7 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
     Args:
         report: the report. If the question has no time zone, its months are in UTC.
-        now: current time, which is where an incomplete month is cut off.
+        now: current time, at which an incomplete month is cut off.
     """
     if not report.has_whole_months:
         return question
@@ -173,7 +174,8 @@ def find_zone(tz: str) -> ZoneInfo:
 def _zones() -> frozenset[str]:
     """Returns the time zone names that BigQuery also recognizes.
 
-    ZoneInfo also opens names that exist only on this machine, such as `posix/UTC` and `localtime`.
+    ZoneInfo also accepts names that exist only on this machine, such as `posix/UTC` and
+    `localtime`.
     """
     return frozenset(available_timezones()) - {"Factory", "localtime"}
 

@@ -80,14 +80,14 @@ class InvoiceLine:
     """Line number, from 1."""
     model: str
     unit: str
-    """Unit of `quantity`: tokens, images, seconds, characters, pages or requests."""
+    """Unit of `quantity`: tokens, images, seconds, characters, pages, or requests."""
     price_version: str | None
     unit_price_usd: Decimal | None
     """Price of `price_per` units. None if the rows are from an old release and were not charged."""
     price_per: int
     """Number of units, such as a million tokens, covered by the unit price."""
     kind: str
-    """computed, cached, failed, expired or canceled."""
+    """computed, cached, failed, expired, or canceled."""
     charged_share: Decimal
     items: int
     quantity: int
@@ -205,8 +205,8 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
         charged_share=Decimal(repr(record["charged_share"])),
         items=record["items"],
         quantity=record["quantity"],
-        # Uses its decimal digits, because the double for an amount such as 0.0000025 is slightly
-        # below it.
+        # Uses the amount's decimal digits, because the double for an amount such as 0.0000025 is
+        # slightly too low.
         amount_usd=Decimal(repr(record["amount_usd"] or 0)).quantize(LINE_USD, ROUND_HALF_UP),
     )
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from shared.reports.definitions import Plot, PlotKind
 
 MAX_BYTES = 20 * 1024**3
-"""Default maximum bytes that a report may read."""
+"""Default maximum number of bytes that a report may read."""
 USD_PER_TIB = 6.25
 """Price of on-demand queries in the US, excluding the first TiB per month, which is free.
 
@@ -86,7 +86,7 @@ class ReportRunner:
     """Queries one dataset. Calls block, so servers run them in threads.
 
     Args:
-        most_bytes: maximum bytes that a query may read; larger queries are rejected.
+        most_bytes: maximum number of bytes that a query may read; larger queries are rejected.
         budgets_usd: tenants' monthly budgets, for reports that use them.
         most_rows: maximum number of rows in a result, which is kept in memory; larger results are
             rejected.
@@ -230,7 +230,9 @@ def open_runner(
     most_bytes: int = MAX_BYTES,
     budgets_usd: Mapping[str, float] | None = None,
 ) -> Iterator[ReportRunner]:
-    """Yields a runner with its own client. If an endpoint is set, it queries an embedded BigQuery.
+    """Yields a runner with its own client.
+
+    If an endpoint is set, the runner queries an embedded BigQuery.
 
     Raises:
         Unavailable: there are no credentials.
@@ -240,7 +242,7 @@ def open_runner(
 
 
 def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
-    """Returns the rows on all pages. The next page is fetched while one page is being read."""
+    """Returns the rows on all pages. While one page is being read, the next one is fetched."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(1) as fetching:

@@ -74,7 +74,7 @@ class ScheduledReports:
     """Creates daily reports.
 
     Args:
-        limit_s: maximum seconds per run.
+        limit_s: maximum number of seconds per run.
         terms: the seller and tax to put on invoices.
     """
 

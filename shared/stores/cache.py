@@ -1,10 +1,10 @@
 """The result cache used by the API and workers: first this process's memory, then Redis.
 
-The cache is queried for each item before a job is published, and again before the item is computed.
-The worker that computed a result stores it. A result in the object store is cached as its
-object_key, which keeps entries small, but objects must outlive the longest TTL. Nothing here fails
-or delays a request, because lookups count as misses if Redis is unreachable or slow. The Redis
-level reads and writes many raw values at once.
+The cache is queried for each item before a job is published, and again before the item is
+processed. The worker that computed a result stores it. A result in the object store is cached as
+its object_key, which keeps entries small, but objects must outlive the longest TTL. Nothing here
+fails or delays a request, because lookups count as misses if Redis is unreachable or slow. The
+Redis level reads and writes many raw values at once.
 
 A result may be unpaid if it was computed for a request that was not delivered, so nobody was
 charged for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The
@@ -143,7 +143,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
     """Returns the key for the result of `input` on `model`: 256-bit BLAKE2b (RFC 7693) in hex.
 
     The key covers everything that affects the output: the model's name, revision, source,
-    precision, tolerance, width and shortcuts, and all fields of the input. A source image is
+    precision, tolerance, width, and shortcuts, and all fields of the input. A source image is
     identified by the digest of its data, or by its object_key if the digest is unknown. Therefore,
     compute the key before moving the data to the object store.
 
@@ -157,7 +157,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
             (shared/stores/withdrawals.py). Part of the key only if above 0.
 
     Raises:
-        BadInput: a text contains lone surrogates, which can't be encoded.
+        BadInput: text contains lone surrogates, which can't be encoded.
     """
     owner = tenant if model.cache.scope == "tenant" else ""
     which = (
@@ -182,7 +182,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 class CacheEntry(msgspec.Struct, array_like=True):
     """The value stored under a key in Redis, as MessagePack.
 
-    The time makes in-memory entries expire together with those in Redis.
+    The expiry time makes in-memory entries expire together with those in Redis.
     """
 
     expires_at_s: float
@@ -214,7 +214,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hit(NamedTuple):
-    """A cached result. `owed` is set if this hit must pay for it."""
+    """A cached result. `owed` is set if this hit must pay for the result."""
 
     result: Result
     level: Level
@@ -351,7 +351,7 @@ class ResultCache(RedisStore):
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
                     marked[key] = cached
         owed = await self._take_marks(marked) if marked else {}
-        if owed is None:  # whether they are paid is unknown, so they are recomputed
+        if owed is None:  # it is unknown whether they are paid, so they are recomputed
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
         for key, cached in entries.items():
             self._memory.put(key, cached._replace(state="paid"))
@@ -454,7 +454,7 @@ class ResultCache(RedisStore):
         """Stores results in both levels. Never raises, and waits like get_many.
 
         Args:
-            ttl_s: seconds to keep them. 0 means they are not stored.
+            ttl_s: how many seconds to keep the results. 0 means they are not stored.
             finished_at_s: Unix times at which they were finished, keyed by cache key, to
                 distinguish their marks from those for earlier results. Missing: not known.
         """

@@ -51,7 +51,7 @@ CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
 
 
 class FlowRuns:
-    """The flow runs stored in one Redis.
+    """The flow runs stored in one Redis instance.
 
     Args:
         max_bytes: budget for all predictions and their steps, for runs opened here. Processes that

@@ -1,4 +1,4 @@
-"""Prediction holds: the portions of limits that predictions reserve until they are settled.
+"""Prediction holds: the portions of limits that each prediction reserves until it is settled.
 
 A hold is created together with its record, by the same script, and outlives the instance that
 created it. The process that ends the record makes its hold due (record_budget.lua). Any instance
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Holds:
-    """All holds in one Redis."""
+    """All holds in one Redis instance."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._commands = redis.small_commands
@@ -61,7 +61,7 @@ class Holds:
     async def was_created(self, record_id: str, data: bytes) -> bool:
         """Returns whether a record was created with this hold, even if it has since been settled.
 
-        If it wasn't, it can no longer be created.
+        If not, the record can no longer be created.
         """
         digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")

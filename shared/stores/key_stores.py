@@ -268,7 +268,7 @@ class KeyFile:
         """Returns the audit events before `before`, newest first.
 
         Raises:
-            Unavailable: they can't be read.
+            Unavailable: the events can't be read.
         """
         return await asyncio.to_thread(self._acts, limit, before)
 

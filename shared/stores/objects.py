@@ -59,14 +59,14 @@ KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
 """Threads wait for the store, so the number needed depends on the store's latency. With a bucket 30
-ms away each way, a call takes 65 ms, and 8 threads stored 112 files (100 kB each) per second,
+ms away each way, a call took 65 ms, and 8 threads stored 112 files (100 kB each) per second,
 compared with 147 per second for a nearby bucket.
 
 An owner gets at most half of the threads, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
-"""Keys of a tenant's objects start with two folders and the tenant's digest, so when taking turns,
-a tenant counts as one owner across all folders.
+"""Keys of a tenant's objects start with two folders and the tenant's digest, so a tenant takes
+turns as a single owner across all folders.
 
 Other keys identify content within this many segments, so each counts as a separate owner.
 """
@@ -235,7 +235,7 @@ class ObjectStore:
 
     @property
     def is_on_google(self) -> bool:
-        """True if it is a bucket whose lifecycle rules delete old objects."""
+        """True if the store is a bucket whose lifecycle rules delete old objects."""
         return self._url.startswith("gs://")
 
     async def put(self, key: str, data: bytes, media_type: str) -> None:
@@ -303,7 +303,7 @@ class ObjectStore:
     async def list_modified_before(
         self, folder: str, before_s: float
     ) -> AsyncIterator[StoredObject]:
-        """Yields the objects anywhere in a folder last written before `before_s` (Unix time)."""
+        """Yields a folder's objects, at any depth, last written before `before_s` (Unix time)."""
         _check(folder)
         with _translate_errors("list", folder):
             chunks = await self._work(
@@ -379,7 +379,7 @@ class ObjectStore:
         """Requests a nonexistent object from the store, for readiness checks and `penstock doctor`.
 
         Raises:
-            Unavailable: it is unreachable, or the credentials are not accepted.
+            Unavailable: the store is unreachable, or the credentials are not accepted.
         """
         try:
             await self.get("check/none", max_bytes=0)
@@ -442,7 +442,7 @@ def _owner_of(key: str) -> str:
 
 
 def _check(key: str) -> None:
-    """Allows only plain path segments (no `..`, `%` or `//`), because keys come from messages."""
+    """Allows only plain path segments (no `..`, `%`, or `//`), because keys come from messages."""
     if len(key) > KEY_LIMIT_BYTES or not _KEY.fullmatch(key):
         raise BadInput(f"{key[:80]!r} is not a valid object key", field="object_key")
 

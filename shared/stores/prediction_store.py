@@ -34,7 +34,7 @@ FULL_RETRY_S = 5.0
 LISTED = 10_000
 """Maximum number of predictions listed per tenant."""
 _HEAD_BYTES = 8192
-"""The model is within this many bytes of a document: only IDs and the tenant precede it."""
+"""The model is within this many bytes of a document's start: only IDs and the tenant precede it."""
 
 DROPPED = Counter(
     "penstock_predictions_dropped_total", "Predictions dropped early for lack of room."
@@ -90,10 +90,10 @@ class PredictionStore:
 
         Args:
             deadline_s: Unix time when work on it stops.
-            keep_s: how many seconds to keep it after it ends, or after its deadline if it never
-                ends.
+            keep_s: how many seconds to keep the prediction after it ends, or after its deadline if
+                it never ends.
             reply_bytes: maximum size of its reply.
-            model: the model that will run it, whose queue the prediction joins.
+            model: the model that will run the prediction, and whose queue it joins.
             hold: the limits it has reserved (shared/stores/holds.py). Empty if there are none.
             created_at_s: creation time in lists, as Unix time. None means now.
 
@@ -129,7 +129,7 @@ class PredictionStore:
         created_at_s: float,
         keep_s: int,
     ) -> bool:
-        """Stores a result that was computed without a record as a successful prediction.
+        """Stores a result, computed without a record, as a successful prediction.
 
         Returns False if the record already exists. Uses the same budget as `create`.
 
@@ -137,7 +137,7 @@ class PredictionStore:
             tenant: the tenant whose list it appears in.
             reply: its results, as an encoded ReplyBody.
             created_at_s: Unix time of the request.
-            keep_s: seconds to keep it.
+            keep_s: how many seconds to keep it.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -247,8 +247,8 @@ class PredictionStore:
     async def select(self, records: Sequence[str], *, state: str, model: str) -> list[str]:
         """Returns the predictions that may have this state and model, in the same order.
 
-        Unfinished predictions are included whatever their state, because they may be late. An empty
-        state or model selects all.
+        Unfinished predictions are included regardless of their state, because they may be late. An
+        empty state or model matches all.
         """
         if not records:
             return []

@@ -19,8 +19,9 @@ class Claim(NamedTuple):
 
     `state` is `processing` if the job still needs to be run. Otherwise the record has ended, and
     `reply` is the first reply, or None if it was canceled without one. `attempt` counts claims,
-    starting at 1. `unfinished` counts open earlier claims made since the job last made progress.
-    `alone` counts those whose workers were running only this job when they died.
+    starting at 1. `unfinished` counts earlier claims that are still open and were made since the
+    job last made progress. `alone` counts those whose workers were running only this job when they
+    died.
     """
 
     state: State
@@ -34,7 +35,7 @@ class ReleasedClaim(NamedTuple):
     """A released claim.
 
     `claims`: 1, or 0 if it was already released. `alone`: 1 if the job is recorded as the only one
-    its worker is computing. `is_back`: whether the job goes back to the broker.
+    its worker is running. `is_back`: whether the job goes back to the broker.
     """
 
     record: str
@@ -97,7 +98,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def receipts_of(reply: ReplyBody) -> bytes:
-    """Returns the receipts for which a deleted prediction was charged, without its results."""
+    """Returns the receipts that a deleted prediction was charged for, without its results."""
     outcomes = [
         ItemOutcome(outcome.index, outcome.status, outcome.receipt) for outcome in reply.outcomes
     ]

@@ -12,7 +12,7 @@ nor released belonged to a worker that died or lost its lease.
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
 finished nor released since the job last continued), `alone` (open claims whose worker is running
 only this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
-prediction also has `document`, `keep_s` and `published` (shared/stores/prediction_store.py). Only
+prediction also has `document`, `keep_s`, and `published` (shared/stores/prediction_store.py). Only
 the scripts next to this file (record_*.lua) write records. Claims and finishes arrive in bulk, so
 their scripts take multiple records: a script for 100 records costs little more than a script for
 one.
@@ -54,8 +54,8 @@ JOB_KEEP_S = 120
 to handle late attempts.
 """
 LATE_LOOK_S = 0.5
-"""How long after its deadline, in seconds, a waiter with an open connection still checks whether
-the record has ended.
+"""How many seconds past its deadline a waiter with an open connection still checks whether the
+record has ended.
 """
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
@@ -83,7 +83,7 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """The records in one Redis."""
+    """The records in one Redis instance."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
@@ -123,7 +123,7 @@ class Records:
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Like `read`, for a caller that already has the document, which never changes.
 
-        This keeps following a prediction cheap, no matter how large its request is.
+        This makes it cheap to follow a prediction, no matter how large its request is.
 
         Args:
             document: the document as read or created.
@@ -144,7 +144,7 @@ class Records:
     # Redis did not respond.
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` for Redis to be in use. Returns whether it is."""
+        """Waits up to `limit_s` for Redis to become available. Returns whether it is."""
         return await self._redis.wait_up(limit_s)
 
     async def claim(self, records: Sequence[str]) -> list[Claim | None]:

@@ -317,7 +317,7 @@ class RedisLink:
     async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Sends commands together and returns their replies, for use in a batcher's `send`.
 
-        A rejected command's reply is a ResponseError. This bypasses redis-py's pool, retries and
+        A rejected command's reply is a ResponseError. This bypasses redis-py's pool, retries, and
         records, which take three times as long as everything else.
 
         Raises:
@@ -381,7 +381,7 @@ class RedisLink:
             reason = f"PENSTOCK_{self._field.upper()}: {error}"
             raise ConfigurationError(reason, field=self._field) from error
         pool = client.connection_pool
-        plain = pool.connection_class  # depends on the URL: TCP, TLS or a local socket
+        plain = pool.connection_class  # depends on the URL: TCP, TLS, or a local socket
         pool.connection_class = type(plain.__name__, (_PacksInC, plain), {})
         return client
 
@@ -413,7 +413,7 @@ class RedisLink:
         return self.is_up
 
     def _set_up(self, *, is_up: bool) -> None:
-        """Closes the breaker, or opens it."""
+        """Closes or opens the breaker."""
         self._failures = 0
         self._gauge.set(is_up)
         if is_up:
@@ -488,7 +488,7 @@ class RedisStore:
         return self._link.is_up
 
     async def wait_up(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` for Redis to be in use. Returns whether it is."""
+        """Waits up to `limit_s` for Redis to become available. Returns whether it is."""
         return await self._link.wait_up(limit_s)
 
 

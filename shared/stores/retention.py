@@ -4,7 +4,7 @@ Predictions and responses stored for Idempotency-Keys must be kept, so they have
 Redis doesn't evict them. Without a budget, one tenant could fill Redis. No tenant could then create
 a prediction or use a key, and the cache would stay empty.
 
-shared/stores/retention.lua has the functions called by these stores' scripts. They count each
+shared/stores/retention.lua contains the functions that these stores' scripts call. They count each
 tenant's entry bytes. If a new entry does not fit, the largest tenant's oldest entry is dropped. A
 tenant therefore never loses anything to a tenant that sends more.
 

@@ -1,4 +1,4 @@
-"""Merges, encodes and decodes stream chunks."""
+"""Merges, encodes, and decodes stream chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bounded log of a prediction's webhook attempts, without bodies, secrets or URLs.
+"""A bounded log of a prediction's webhook attempts, without bodies, secrets, or URLs.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -96,7 +96,7 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     status: int | None = None
     """HTTP status of the response. None if there was no response."""
     error: str | None = None
-    """The reason there was no response, or the problem with it."""
+    """The reason there was no response, or the problem with the response."""
     attempt: int = 1
     """The attempt number for this webhook-id."""
 

@@ -111,7 +111,7 @@ class WithdrawalStore(RedisStore):
         return bool(await self._commands.run_script(_WITHDRAW, [self._key], *args))
 
     async def undo(self, model: str, revision: str) -> bool:
-        """Ends a withdrawal. Returns whether there was one.
+        """Ends a withdrawal. Returns whether there was a withdrawal to end.
 
         Raises:
             Unavailable: Redis did not respond, but may have ended it.
@@ -121,7 +121,7 @@ class WithdrawalStore(RedisStore):
 
 
 class LiveWithdrawals:
-    """Current withdrawals. An async context manager that reads them every REFRESH_S.
+    """Current withdrawals. An async context manager that reads the withdrawals every REFRESH_S.
 
     While Redis is unreachable, the last snapshot remains in use. A process that starts during that
     time has no snapshot.

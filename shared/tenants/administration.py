@@ -214,7 +214,7 @@ class Administration:
     async def revoke_key(self, key_id: str) -> StoredKey:
         """Revokes a key permanently. Does nothing if it is already revoked.
 
-        A key can't revoke itself or the last other key with admin rights, because that could not be
+        A key can't revoke itself or the last key with admin rights, because that could not be
         undone over the network. With direct access to the directory, any key may be revoked.
 
         Raises:
@@ -275,7 +275,7 @@ class Administration:
         await self._change("plan.remove" if plan is None else "plan.set", name, change)
 
     async def set_tenant(self, tenant: str, plan: str | None) -> StoredTenant:
-        """Assigns a plan, or the default plan if None is given, to a tenant. Returns the tenant.
+        """Assigns a plan to a tenant (the default plan if None is given). Returns the tenant.
 
         Raises:
             BadInput: the plan does not exist, or the tenant's name is invalid.
@@ -465,7 +465,7 @@ def _refuse(mistakes: Iterator[Mistake]) -> None:
 
 
 def _check_unused(plan: str, document: Document) -> None:
-    """Rejects removing a plan that tenants use, by name or as the default."""
+    """Rejects the removal of a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
             f"the plan {plan!r} can't be removed because tenants without an assigned plan "

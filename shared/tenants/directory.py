@@ -183,7 +183,7 @@ class Directory:
         """Finds a key's owner. Computes one digest and makes two comparisons for every key."""
         entry = self._entries.get(key.id, _NOBODY)
         key_hash = hash_of(entry.salt, key)
-        # No shortcuts: unknown IDs, wrong secrets and rejected keys all take the same time.
+        # No shortcuts: unknown IDs, wrong secrets, and rejected keys all take the same time.
         is_current = hmac.compare_digest(key_hash, entry.hash)
         is_previous = hmac.compare_digest(key_hash, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
@@ -192,7 +192,7 @@ class Directory:
 
     @cached_property
     def budgets(self) -> frozenset[BudgetHolder]:
-        """Returns the tenants with keys, and the keys, that have a budget."""
+        """Returns the tenants that have keys and a budget, and the keys that have a budget."""
         holders = set[BudgetHolder]()
         for caller in (entry.caller for entry in self._entries.values()):
             if caller.plan.budget_usd_per_month is not None:
@@ -294,7 +294,8 @@ def decode_document(data: bytes, source: str) -> Document:
     except msgspec.ValidationError as error:
         reason, _, field_path = str(error).partition(" - at `$")
         field_path = field_path.rstrip("`")
-        # It does not include user-chosen names, so the line is known only up to that point.
+        # The error path does not include user-chosen names, so the line is known only up to that
+        # point.
         steps = _STEP.finditer(field_path.partition("[...]")[0])
         line = line_of(data, tuple(int(step[2]) if step[2] else step[1] for step in steps))
         raise _wrong(source, line, field_path.lstrip("."), reason) from error
@@ -353,8 +354,8 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
     """Returns the line number, starting at 1, of the value at `path` in a JSON document.
 
     Args:
-        data: a document. If it ends or stops being valid JSON, the line just before that point is
-            returned.
+        data: a document. If the document ends or stops being valid JSON, the line just before that
+            point is returned.
         path: names and numbers from the root. Traversal stops at a step that does not exist.
     """
     text, at = data.decode(errors="replace"), 0

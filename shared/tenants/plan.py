@@ -25,7 +25,7 @@ DEFAULT_TENANT = "default"
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Per-minute limits.
 
-    Work has a separate limit for each unit, because units can't be added up.
+    Work has a separate limit for each unit, because different units can't be added together.
     """
 
     requests_per_min: Count | None = None
@@ -79,14 +79,14 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """URL to notify. Empty if there is none."""
     on_limit_store_outage: OnOutage = "deny"
     """Policy for requests with a budget while Redis is unreachable, on an instance that does not
-    know the amount spent: `deny` rejects them, `allow` assumes that the budget is unspent.
+    know the amount spent: `deny` rejects them, and `allow` assumes that the budget is unspent.
     """
     batch_price_share: Share = 0.5
     """The fraction of the list price charged for batch lines."""
 
     storage_max_bytes: Count | None = None
-    """Maximum total bytes in the tenant's files, including prediction files and batch outputs. None
-    means PENSTOCK_FILES_MAX_BYTES.
+    """Maximum total size, in bytes, of the tenant's files, including prediction files and batch
+    outputs. None means PENSTOCK_FILES_MAX_BYTES.
     """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
     """How many seconds to keep predictions after they finish. None means

@@ -209,7 +209,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedQueue(SpanProcessor):
-    """The SDK's batching, but its queue limit counts dropped spans."""
+    """Like the SDK's batching, but counts the spans dropped when its queue is full."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter

@@ -23,7 +23,8 @@ from typing import Literal, Protocol
 MAX_TRACESTATE_CHARS = 512
 """Maximum length in characters.
 
-The standard requires that this many be passed on, and an attribute is limited to 1,024 bytes.
+The standard requires that this many characters be passed on, and an attribute is limited to 1,024
+bytes.
 """
 MAX_MEMBERS = 32
 _TRACEPARENT = re.compile(
@@ -41,7 +42,7 @@ STAGE = "penstock.stage"
 """Attribute that identifies the stage that a span covers: receive, cache, publish, queue, batch,
 infer, reply, and `hold` if the API holds a job back.
 
-For a webhook it is `webhook`, and for a dead letter `dead_letter`.
+For a webhook, it is `webhook`; for a dead letter, it is `dead_letter`.
 """
 
 
@@ -263,7 +264,7 @@ def span(
 ) -> SpanBlock:
     """Returns a span around a `with` block, which becomes the current span.
 
-    An exception becomes its error.
+    An exception becomes the span's error.
 
     Args:
         attributes: attributes, which must not include payloads or keys.
@@ -302,7 +303,7 @@ def record(
     If the start is after the end, it is moved to the end.
 
     Args:
-        times_s: start and end. The clocks of two machines may disagree about their order.
+        times_s: start and end. Two machines' clocks may disagree about the order.
         attributes: attributes, which must not include payloads or keys.
         parent: the parent span. None means the current span.
         links: related spans in other traces.

@@ -228,7 +228,7 @@ class Spool:
         """Creates an empty segment.
 
         Raises:
-            OSError: the disk or the folder's limit does not allow it.
+            OSError: the disk or the folder's limit does not allow another segment.
         """
         if self.unowned_bytes >= self._max_bytes:
             raise OSError(
@@ -506,12 +506,12 @@ def run_query(
     retry: Any = None,
     max_results: int | None = None,
 ) -> tuple[Any, Any]:
-    """Runs a query with a time limit that BigQuery enforces too. Returns the query's job and rows.
+    """Runs a query with a time limit that BigQuery also enforces. Returns the query's job and rows.
 
     Args:
         client: result of `open_client`.
         config: a QueryJobConfig, to which the limit is added.
-        limit_s: maximum seconds per query.
+        limit_s: maximum number of seconds per query.
 
     Raises:
         Unavailable: the query took too long.

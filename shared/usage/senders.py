@@ -75,7 +75,7 @@ class RowSender(Protocol):
         ...
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the rows are safe, with the permanently rejected rows and reasons.
+        """Returns once the rows are safe, with any permanently rejected rows and the reasons.
 
         Raises:
             Unavailable: the rows may or may not be safe. Send them again.

@@ -67,7 +67,7 @@ SENDERS = 4
 """Number of batches sent concurrently while there is a backlog.
 
 An insertAll takes BigQuery tens of milliseconds or more. If batches were sent one at a time, it
-would take hours to catch up after an outage of minutes.
+would take hours to catch up after an outage of a few minutes.
 """
 HURRY_S = 0.05
 """How long rows wait for more rows when disk writes fail and jobs are waiting for the rows."""
@@ -524,7 +524,7 @@ class RowWriter:
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` for BigQuery to have every row. Returns whether it has."""
+        """Waits up to `timeout_s` for BigQuery to receive every row. Returns whether it has."""
         return await asyncio.to_thread(self._flush, timeout_s)
 
     def _flush(self, timeout_s: float) -> bool:
@@ -542,7 +542,7 @@ class RowWriter:
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """Sends rows until closed: full segments immediately, the open one after a delay."""
+        """Sends rows until closed: full segments immediately, and the open one after a delay."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
             is_closing = self._give_up_s is not None  # so that no more rows are written
@@ -596,7 +596,7 @@ class RowWriter:
         return True
 
     def _wait_for(self, attempt: _Attempt) -> None:
-        """Waits for an attempt, and handles waiting rows."""
+        """Waits for an attempt to finish, and handles waiting rows in the meantime."""
         attempt.join(FIRST_PAUSE_S)
         while attempt.is_alive():  # BigQuery is slow or hanging
             self._journal.save()
@@ -614,7 +614,7 @@ class RowWriter:
                 changed.wait_for(lambda: self._is_hurried, HURRY_S)
 
     def _pause(self, pause_s: float) -> None:
-        """Waits before the next attempt, and handles waiting rows."""
+        """Waits before the next attempt, and handles waiting rows in the meantime."""
         until_s = time.monotonic() + pause_s
         while (left_s := until_s - time.monotonic()) > 0 and self._give_up_s is None:
             self._journal.save()

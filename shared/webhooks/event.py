@@ -148,14 +148,14 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """Returns the secrets used to sign for `tenant`, in the form its receivers know.
+    """Returns the secrets used to sign for `tenant`, in the form that its receivers use.
 
     Callers should use the first one.
 
     Args:
         setting: `whsec_…`, comma-separated. During a rotation there are several, with the new one
             first.
-        tenant: the tenant who owns the predictions.
+        tenant: the tenant that owns the predictions.
 
     Raises:
         ConfigurationError: the setting is empty or malformed.

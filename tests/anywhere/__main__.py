@@ -3,7 +3,7 @@ machines.
 
 Each environment is a copy of this tree in which setup, `make demo`, `make up` with one request, and
 tests run under particular conditions: as a different user, in a different folder, behind a proxy,
-without parts of the kernel. `--list` names all environments. Prints a table, and fails if a step
+or without parts of the kernel. `--list` names all environments. Prints a table, and fails if a step
 failed.
 """
 

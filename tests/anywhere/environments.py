@@ -231,7 +231,7 @@ def copy_compiled_code(home: Path) -> None:
     """Copies the SQL analyzer's machine code into a home, where a different clone would have left
     it.
 
-    Compiling it takes 42 s of CPU time. Environments without a writable home compile it.
+    Compiling it takes 42 s of CPU time. Environments without a writable home folder compile it.
     """
     own_cache = Path(os.environ.get("HOME", "/missing"), ".cache")
     cache = Path(os.environ.get("XDG_CACHE_HOME", own_cache), "wasmtime")

@@ -180,7 +180,7 @@ def limit_files(count: int) -> None:
 
 
 def set_umask(mask: int) -> None:
-    """Sets the permissions that new files lack."""
+    """Sets the permissions that new files do not get."""
     os.umask(mask)
 
 

@@ -1,4 +1,4 @@
-"""The README's commands run in a folder with spaces, behind a proxy, as a different user."""
+"""The README's commands run in a folder with spaces, behind a proxy, and as a different user."""
 
 from __future__ import annotations
 

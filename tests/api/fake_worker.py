@@ -252,7 +252,7 @@ class FakeWorker:
                 return
 
     async def _claimed(self, record: str) -> bool:
-        """True if this worker must compute the prediction."""
+        """True if this worker must run the prediction."""
         assert self.stores is not None
         (claim,) = await self.stores.records.claim([record])
         self.claimed.set()

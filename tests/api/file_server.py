@@ -54,7 +54,7 @@ class FileServer:
         return f"{self.url}{path}"
 
     def add_chunked(self, path: str, data: bytes) -> str:
-        """Serves a file without its length. Returns its URL."""
+        """Serves a file without a Content-Length. Returns its URL."""
 
         async def send() -> AsyncIterator[bytes]:
             yield data

@@ -25,7 +25,7 @@ PLANS = {
 
 @dataclass
 class MixedBudgets:
-    """Tenants, keys and their budgets, in a file that processes read.
+    """Tenants, keys, and their budgets, in a file that processes read.
 
     Every name contains its example's number, so no two examples share tenants.
     """

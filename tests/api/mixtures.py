@@ -177,7 +177,7 @@ DEATHS = Mixture(
     batches=(Ask("batch", items=(0, 1, 6)),),
     turn=1,
 )
-"""An instance dies with requests of every kind, followed by the batch process."""
+"""An instance with requests of every kind dies, and then the batch process does."""
 
 BUDGETS = Mixture(
     waves=(

@@ -45,7 +45,7 @@ class MovedClock:
         self.move(self._ahead_s + seconds)
 
     def move_to_turn(self, left_s: float) -> None:
-        """Moves the clock to this long before the end of the current month (UTC).
+        """Moves the clock to the given time before the end of the current month (UTC).
 
         Negative values mean after the end.
         """

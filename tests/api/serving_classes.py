@@ -29,7 +29,7 @@ async def served_class(
     processes: int = 1,
     **more: Any,
 ) -> AsyncIterator[ApiUnderTest]:
-    """Serves a class as `mine`. The API and worker share a broker, a Redis and an object store.
+    """Serves a class as `mine`. The API and worker share a broker, a Redis, and an object store.
 
     `processes` are the worker's processes.
     """

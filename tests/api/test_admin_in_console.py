@@ -1,4 +1,4 @@
-"""The console's administrator views in a browser: keys, tenants, plans and the audit log."""
+"""The console's administrator views in a browser: keys, tenants, plans, and the audit log."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Operators read why any tenant's prediction failed, but never its input, output or logs."""
+"""Operators read why any tenant's prediction failed, but never its input, output, or logs."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -55,7 +55,7 @@ def test_room_for_one_is_room_for_a_whole_request() -> None:
 
 
 def test_counts_of_each_priority_are_there_before_the_first_request() -> None:
-    # Otherwise a model without requests would look the same as lost metrics.
+    # Otherwise, a model without requests would look the same as lost metrics.
     model = TEXT.model_copy(update={"name": "counted"})
     admission = Admission(10, [model])
 

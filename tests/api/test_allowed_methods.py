@@ -1,4 +1,4 @@
-"""Other requests sent by browsers, proxies and link checkers.
+"""Other requests sent by browsers, proxies, and link checkers.
 
 HEAD, OPTIONS, preflights, and methods that a path does not support.
 """

@@ -22,7 +22,7 @@ PRICED = MODEL.model_copy(
 
 
 async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, float]:
-    """A request's ID, cost and device time, from its response."""
+    """A request's ID, cost, and device time, from its response."""
     answer = await one.here.http.post(
         "/v1/embeddings",
         json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},

@@ -2,7 +2,7 @@
 pool.
 
 The test moves the loop's clock, and the order of events within a loop iteration is random, so a
-command may be canceled, expire and get its process in the same iteration.
+command may be canceled, expire, and get its process in the same iteration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still until the test moves it."""
+    """An event loop whose clock advances only when the test moves it."""
 
     now_s = 0.0
 
@@ -169,7 +169,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
-        """Also, no tenant has all the processes, no matter how many commands it has."""
+        """Also, no tenant ever holds all the processes, no matter how many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
         by_tenant = Counter(self.tenants[command] for command in open_commands)

@@ -72,7 +72,7 @@ async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_byte
 @pytest.mark.slow(about_s=5)
 @pytest.mark.usefixtures("fake")
 async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
-    """No matter how many finish at once, each one reports the right reason."""
+    """No matter how many processes finish at once, each one reports the right reason."""
     async with CodecPool(4, budget_bytes=400) as pool:
 
         def prepare(data: bytes) -> Coroutine[Any, Any, Any]:

@@ -16,7 +16,7 @@ from tests.browser import needs_chromium, opened_page
 pytestmark = [pytest.mark.slow(about_s=60), pytest.mark.anyio, needs_chromium]
 MAX_BYTES = 1024 * 1024
 MAX_REQUESTS = 30
-"""Maximum number of API requests per view: each of 20 predictions' models has a schema."""
+"""Maximum number of API requests per view: each model of the 20 predictions has a schema."""
 OLDEST = CROWD.models[(PREDICTIONS - 4) % MODELS].name
 """Model of the oldest prediction. Three more are the newest ones."""
 
@@ -32,7 +32,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    # There is no BigQuery, so views of rows report an error.
+    # There is no BigQuery, so views that show rows report an error.
     async with opened_page(f"{api.url}/console#live", ignored="Failed to load") as page:
         await page.wait_for_load_state("networkidle")
         yield page
@@ -58,7 +58,7 @@ class Traffic:
 
 
 async def open_view(page: Page, address: str) -> Traffic:
-    """Opens a view as in a new tab, and waits until it makes no more requests."""
+    """Opens a view as if in a new tab, and waits until it makes no more requests."""
     await page.goto("about:blank")
     traffic = Traffic(page)
     await page.goto(address)

@@ -1,4 +1,4 @@
-"""The console's image model form in a browser: painted masks, and results shown over sources."""
+"""The console's form for image models in a browser: painted masks, and results over sources."""
 
 import base64
 import json

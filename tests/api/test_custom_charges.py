@@ -190,7 +190,7 @@ async def test_a_budget_reserves_the_most_work_and_the_longest_time(
 
 
 async def test_work_counts_toward_its_limit_by_the_minute(redis_url: str, tmp_path: Path) -> None:
-    """The maximum is reserved for each prediction, but only the actual work counts."""
+    """The maximum is reserved for each prediction, but only the actual work is charged."""
     async with charged(redis_url, tmp_path, BATCHED) as world:
         plan = Plan(work_per_min=MOST + 20)
         keys = keys_url(tmp_path, plans={"p": plan}, tenants={"acme": "p"}, a="acme")

@@ -166,7 +166,7 @@ class Predictor(BasePredictor):
 
 
 async def test_as_many_are_computed_at_a_time_as_the_class_allows(serve: Any) -> None:
-    """Each prediction waits for the others, so none finishes unless all run at once."""
+    """Each prediction waits for the others, so none finishes unless they all run at once."""
     api = await serve(TOGETHER)
     limit = {"cancel-after": f"{WAIT_LIMIT_S:g}s"}
     found = await asyncio.gather(*(predict(api, limit, number=number) for number in range(4)))
@@ -270,7 +270,7 @@ class Predictor(BasePredictor):
 
 
 async def test_readers_go_on_behind_each_element_of_a_burst(serve: Any) -> None:
-    """The elements arrive in one chunk, and a connection may break between any two of them."""
+    """The elements arrive in one chunk, and the connection may break between any two of them."""
     api = await serve(BURSTS)
     body = {"version": "mine", "input": {"last": "\u2029"}}
     created = (await api.http.post("/v1/predictions", json=body)).json()
@@ -330,7 +330,7 @@ async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -
 
 
 def key_of(url: str) -> str:
-    """A link without its signature, which can differ from one response to the next."""
+    """A link without its signature, because the signature can differ between responses."""
     return url.partition("?")[0]
 
 

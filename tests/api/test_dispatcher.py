@@ -133,7 +133,7 @@ async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
 ) -> None:
     """One item is computed.
 
-    The other would have to be requested again, and there is no room for it.
+    The other would have to be requested again, and there is no room for that.
     """
 
     def refuse(*_: object, **__: object) -> None:
@@ -244,7 +244,7 @@ async def test_job_that_every_caller_has_left_is_canceled(
 
 
 async def test_row_of_an_item_that_got_no_reply_says_so(harness: DispatcherHarness) -> None:
-    """The worker may have written a different row, for a result; that row then doesn't count."""
+    """The worker may have written a different row, one for a result; that row doesn't count."""
     harness.worker.is_silent = True
     assert ends(await harness.ask("a", deadline_in_s=0.05)) == ["deadline_exceeded"]
     assert [(row.status, row.attempt, row.cost_usd) for row in harness.rows] == [

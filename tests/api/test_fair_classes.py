@@ -1,4 +1,4 @@
-"""A tenant's long items for a custom class delay other tenants no longer than documented."""
+"""A tenant's long custom-class items delay other tenants no longer than documented."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ async def test_a_tenant_does_not_hold_all_processes(
 async def test_an_item_ends_at_the_longest_time_of_its_entry(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """The item fails permanently and costs nothing, but its work counts. The next item runs."""
+    """The item fails permanently and costs nothing, but its work still counts toward the limits.
+
+    The next item runs.
+    """
     settings = keys_of(tmp_path, Plan(requests_per_min=100, work_per_min=100))
     entry: dict[str, Any] = {"work": {"max_s": 8.0}}
     serving = served_class(tmp_path, redis_url, WAITS, settings, **entry)

@@ -1,4 +1,4 @@
-"""The room tenants share: no tenant can fill it on its own, and no part of it stays idle."""
+"""The room that tenants share: no tenant can fill it alone, and no part of it sits idle."""
 
 from collections import Counter
 
@@ -20,7 +20,10 @@ def demand(tenant: str, items: int, weight: float | None = None) -> Demand:
 
 
 def fill(room: FairRoom, tenant: str, items: int = 1) -> int:
-    """Sends requests of `items` until one is rejected. Returns the number of items admitted."""
+    """Sends requests of `items` items each until one is rejected.
+
+    Returns the number of items admitted.
+    """
     while not room.turns_to_wait(demand(tenant, items)):
         room.take(demand(tenant, items))
     return room.count_held(tenant)

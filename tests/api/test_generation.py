@@ -124,7 +124,7 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
 
 
 FAR_ABOVE = 20_000
-"""A word count many times the model's context length."""
+"""A word count many times larger than the model's context length."""
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ ECHOED = {"model": "writer", "max_tokens": 1, "temperature": 0, "echo": True, "l
 
 
 async def test_an_echo_is_what_lm_eval_reads(api: ApiUnderTest) -> None:
-    """Its client sends token ids, and skips the context's ids and the single generated token."""
+    """The client sends token ids, and skips the context's ids and the single generated token."""
     prompts = [[1, 2, 3], [4, 5]]
     given = {**ECHOED, "prompt": prompts, "seed": 1234}
     reply = (await api.http.post("/v1/completions", json=given)).json()

@@ -50,7 +50,7 @@ async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
 
 
 async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
-    """Each choice begins, is generated and ends exactly once, in any order."""
+    """Each choice begins, is generated, and ends exactly once; choices can come in any order."""
     tool = {"type": "function", "function": {"name": "f"}}
     calls = '<tool_call>[{"name": "f"}, {"name": "f", "arguments": {}}]</tool_call> so'
     body = chat(

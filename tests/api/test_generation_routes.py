@@ -1,4 +1,4 @@
-"""Text model clients' other requests: stored chats, token counts, multiple prompts, facts."""
+"""Other requests from text model clients: stored chats, token counts, multiple prompts, facts."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,7 +55,7 @@ async def test_stored_chats_are_listed_changed_and_deleted(api: ApiUnderTest) ->
 async def test_a_page_of_chats_reads_no_more_than_it_shows(
     api: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a thousand long chats, listing all of them blocked the event loop for seconds."""
+    """With a thousand long chats, listing them all blocked the event loop for seconds."""
     monkeypatch.setattr(service, "PAGE", 2)
     made = [(await api.http.post(CHATS, json=chat(store=True))).json()["id"] for _ in range(9)]
 

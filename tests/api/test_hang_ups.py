@@ -1,4 +1,4 @@
-"""When callers hang up while their job is being sent to the broker, workers are still notified."""
+"""When callers hang up as their jobs are being sent to the broker, workers are still notified."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ RESPONSE = ("/v1/responses", {"input": "say it", "stream": True})
 
 
 class UnconfirmingBroker(InMemoryBroker):
-    """Delivers jobs but confirms none to its publisher. If `error` is set, publishing raises it."""
+    """Delivers jobs but confirms none of them to their publisher.
+
+    If `error` is set, publishing raises it.
+    """
 
     def __init__(self, error: PenstockError | None = None) -> None:
         super().__init__()
@@ -112,7 +115,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
     body: dict[str, Any],
     headers: dict[str, str],
 ) -> None:
-    """Its reader has received no events yet, so it has no id to resume from."""
+    """The reader has received no events yet, so it has no id to resume from."""
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 10 * WAIT_LIMIT_S)
     api.worker.go.clear()
     asking = asyncio.create_task(api.http.post(path, json=body, headers=headers))

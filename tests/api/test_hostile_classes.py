@@ -44,7 +44,7 @@ async def test_each_ends_alone_in_a_clear_error(tmp_path: Path, redis_url: str) 
 
 
 def _end_of(prediction: dict[str, Any], expected: tuple[str, object]) -> tuple[str, object]:
-    """The status with the output, or with the part of the error expected by ENDINGS."""
+    """The status, with the output or with the part of the error that ENDINGS expects."""
     status = prediction["status"]
     if status == "succeeded":
         return status, prediction["output"]

@@ -58,9 +58,9 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One API, the URL of another, and a worker for both; the APIs share one Redis.
+    """One API, a second API's URL, and a worker for both; the APIs share one Redis.
 
-    `way` is the first API's link to it.
+    `way` is the first API's link to Redis.
     """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
@@ -76,7 +76,7 @@ async def _open(part: InMemoryBroker) -> AsyncIterator[InMemoryBroker]:
 
 
 class Line:
-    """A link to a server that can be cut."""
+    """A link to a server; the link can be cut."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rpartition(":")[2].partition("/")[0])
@@ -242,7 +242,7 @@ async def test_openai_client_that_gives_up_and_retries_costs_one_inference(
 
 
 async def test_openai_client_that_lost_the_answer_gets_it_again(api: ApiUnderTest) -> None:
-    for _ in range(3):  # like its retries: the same POST with the same key
+    for _ in range(3):  # like the client's retries: the same POST with the same key
         client = api.openai()
         images = await client.images.generate(
             model=IMAGE_MODEL.name,
@@ -371,7 +371,7 @@ async def test_first_answer_stays(redis_url: str) -> None:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await two.claim("n", "f", "c2")).state != "acquired":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
-        await one.release("n", "c1")  # no longer its key to release
+        await one.release("n", "c1")  # the key is no longer its to release
         assert await one.complete("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
         assert await two.complete("n", "acme", "f", "c2", b"second") == b"late, but first"
         assert await one.claim("n", "f", "c3") == KeyClaim("completed", b"late, but first")
@@ -417,7 +417,10 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 class Crowd:
-    """Requests from tenants that each repeat one key. Their responses wait for `done`."""
+    """Requests from several tenants, each repeating one key.
+
+    Their responses wait until `done` is set.
+    """
 
     def __init__(self, idempotency: IdempotencyService) -> None:
         self.idempotency = idempotency

@@ -143,7 +143,7 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
 
 
 def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
-    """A decoder reads every scan, so decoding time grows with their number."""
+    """A decoder reads every scan, so decoding time grows with the number of scans."""
 
     def reserve(cost_bytes: int) -> None:
         raise AssertionError("nothing is decoded")
@@ -207,7 +207,7 @@ def _blown_up() -> bytes:
     return zlib.compress(bytes(60_000_000), 9)
 
 
-# Created by the tests themselves: otherwise each process in a run would create them during
+# Created by the tests themselves; otherwise, each process in a test run would create them during
 # collection.
 @pytest.mark.parametrize(
     ("make", "is_taken"),

@@ -52,7 +52,7 @@ def slopes(channels: int, highest: int) -> Pixels:
 
 
 def on_white(color: Pixels, alpha: Pixels) -> Pixels:
-    """The pixels' RGB over white. Alpha ranges from 0 to 1."""
+    """The pixels' RGB values over white. Alpha ranges from 0 to 1."""
     mixed: Pixels = color * alpha[..., None] + 255 * (1 - alpha[..., None])
     return np.round(mixed)
 
@@ -62,7 +62,7 @@ def gray(values: Pixels) -> Pixels:
 
 
 def ycbcr(given: Pixels) -> Pixels:
-    """According to ITU-T T.871, section 7."""
+    """As specified in ITU-T T.871, section 7."""
     y, blue, red = (given[..., place].astype(float) for place in range(3))
     blue, red = blue - 128, red - 128
     rgb = [y + 1.402 * red, y - 0.344136 * blue - 0.714136 * red, y + 1.772 * blue]
@@ -70,7 +70,10 @@ def ycbcr(given: Pixels) -> Pixels:
 
 
 def made(mode: str) -> tuple[Image.Image, Pixels] | None:
-    """An image in a mode, and its RGB. None if such images can't be created from an array."""
+    """An image in a given mode, and its RGB values.
+
+    None if such images can't be created from an array.
+    """
     if mode == "1":
         bits = slopes(1, 255)[..., 0] > 127
         return Image.fromarray(bits), gray(bits * 255)
@@ -200,7 +203,7 @@ def png(values: Pixels, kind: int, depth: int, *chunks: bytes, is_interlaced: bo
 
 
 def content(kind: int, depth: int) -> tuple[Pixels, Pixels, list[bytes]]:
-    """A PNG's samples, its RGB over white, and its palette."""
+    """A PNG's samples, their RGB values over white, and the palette."""
     highest = 2**depth - 1
     if kind == 3:
         places = np.round(slopes(1, 255) * (highest / 255)).astype(np.uint8)
@@ -225,7 +228,7 @@ def test_each_depth_of_png_is_drawn(kind: int, depth: int, *, is_interlaced: boo
 
 @pytest.mark.parametrize(("kind", "depth"), [one for one in PNGS if one[0] in (0, 2, 3)])
 def test_transparent_color_of_a_png_is_white(kind: int, depth: int) -> None:
-    """The tRNS chunk holds one sample value, or an alpha for each palette color."""
+    """The tRNS chunk holds one sample value or an alpha value for each palette color."""
     values, rgb, chunks = content(kind, depth)
     one = values[HEIGHT // 2, WIDTH // 3]
     clear = (values == one).all(axis=-1)
@@ -245,7 +248,7 @@ def test_transparent_color_of_a_png_is_white(kind: int, depth: int) -> None:
 
 
 def exif(kind: int, count: int, value: bytes) -> bytes:
-    """An EXIF block with a single entry, the orientation, of any type."""
+    """An EXIF block with a single entry, the orientation, stored as any type."""
     entry = struct.pack("<HHHI", 1, 0x0112, kind, count) + value.ljust(4, b"\0")
     return b"II*\0" + struct.pack("<I", 8) + entry + bytes(4)
 
@@ -400,7 +403,7 @@ def test_a_profile_that_can_not_be_read_is_none(profile: bytes) -> None:
 
 
 def test_lab_is_drawn_by_its_colors() -> None:
-    """In CIE 15, L* = 53.2, a* = 80.1, b* = 67.2 is sRGB's red; Pillow stores 0 as 128."""
+    """In CIE 15, sRGB's red is L* = 53.2, a* = 80.1, b* = 67.2; Pillow stores 0 as 128."""
     image = Image.new("LAB", (WIDTH, HEIGHT), (136, 208, 195))
     buffer = io.BytesIO()
     image.save(buffer, "TIFF")

@@ -211,7 +211,7 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
     "kind", ["text", "t" * 65 + "/plain", "text/plain\r\nx: y", "テキスト/plain"]
 )
 async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind: str) -> None:
-    """It would become a header in the object store and part of the message."""
+    """It would end up in a header in the object store and in the message."""
     api.worker.is_silent = True
     uri = f"data:{kind};base64,{base64.b64encode(b'a').decode()}"
     body = {"version": "mine", "input": {"file": uri}}
@@ -424,7 +424,7 @@ async def fetch(
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """A name server that would change its answer is queried only once per hop."""
+    """A name server that would answer differently next time is queried only once per hop."""
     answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
     asked = []
 
@@ -539,7 +539,7 @@ async def asked_for_slow(files: FileServer) -> None:
 async def test_requests_at_the_same_time_share_a_download(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """All of them are from one tenant, in any number, because waiting requests hold no permit."""
+    """They are all from one tenant, and any number is allowed: waiting requests hold no permit."""
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:

@@ -193,7 +193,7 @@ async def test_file_with_what_cannot_work_is_refused_with_its_line(
 async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file was checked when it was changed. The catalog has lost the model since then."""
+    """The file was checked when it was changed. The catalog has dropped the model since then."""
     async with KeyRedis(redis_url) as store:
         admin = Administration(store, actor="user ann", address="desk")
         await admin.start_directory(Document(keys=(stored("a", "acme", models=("gone",)),)))
@@ -303,7 +303,7 @@ async def test_wrong_keys_are_looked_for_once_a_second(
 
 
 class Broken(KeyFile):
-    """A store with a bug that shows up from the second read on."""
+    """A store with a bug that shows up starting with the second read."""
 
     reads = 0
 

@@ -38,7 +38,7 @@ async def first_key(url: str) -> IssuedKey:
 
 
 async def until_status(http: httpx.AsyncClient, url: str, key: str, status: int) -> float:
-    """Waits until a request with the key gets this status, and returns the time."""
+    """Waits until a request with the key gets this status, and returns the time it took."""
     async with asyncio.timeout(EVERYWHERE_WITHIN_S):
         while True:
             answer = await http.get(f"{url}/v1/models", headers={"x-api-key": key})
@@ -128,7 +128,7 @@ async def test_keys_outlive_redis_and_a_redis_that_lost_its_data(tmp_path: Path)
 async def test_instance_that_starts_while_keys_are_out_of_reach_has_its_neighbors(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Simulates a region whose home region, which has the Redis with the records, is down."""
+    """Simulates a region whose home region, where the Redis with the records runs, is down."""
     with RedisServer(tmp_path / "records", tmp_path) as records:
         issued = await first_key(records.url)
         settings = settings_for(tmp_path, keys_url=records.url, redis_url=redis_url)

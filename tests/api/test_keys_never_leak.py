@@ -56,7 +56,7 @@ async def test_key_in_wrong_places_is_nowhere_else(
     assert spooled(api), "refused requests leave rows"
     secret = issued.key.text[21:]
     for text in seen:
-        # Even eight consecutive characters of a key are too many.
+        # Even eight consecutive characters of a key are too many to reveal.
         for at in range(len(secret) - 8):
             assert secret[at : at + 8].encode() not in text
 

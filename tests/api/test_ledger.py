@@ -247,7 +247,7 @@ async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
-    """The first of the remaining callers pays in full, because it was computed only for them."""
+    """The first of the remaining callers pays in full: the item was computed only for them."""
     world.harness.process.gate.clear()
     first, *others = [await _begun(world, key) for key in ("one", "two", "other", "two")]
     first.cancel()
@@ -418,7 +418,7 @@ async def caller_hangs_up_as_its_hits_are_found(world: LedgerWorld) -> dict[str,
 
 
 async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict[str, float]:
-    """Its worker has already taken the mark, and writes it again."""
+    """The worker has already taken the mark, and writes it again."""
     await _leave_unpaid(world, ["abcd"])
     get_many, registry = ResultCache.get_many, world.harness.registry
     assert registry is not None

@@ -3,7 +3,7 @@
 Responses, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
 list of waves. A wave's requests are in flight together: model processes are held until the requests
 that hang up, are late or are canceled have ended. After that, a process may die, budgets may
-change, or the month may end. No example waits for a clock.
+change, or the month may end. No example depends on a clock.
 """
 
 from __future__ import annotations
@@ -359,14 +359,14 @@ class Mix:
     own_ids: dict[str, str] = field(default_factory=dict)
     """Ids that callers chose for predictions, keyed by the id of the request that created them."""
     silent: set[str] = field(default_factory=set)
-    """Requests whose callers got no report of the cost, by the id they sent.
+    """Requests whose cost was never reported to their callers, keyed by the id they sent.
 
     Either the response was stored although the caller hung up, or the process died.
     """
     answered: set[str] = field(default_factory=set)
-    """Requests that reported their cost to their callers, by the id they sent."""
+    """Requests whose cost was reported to their callers, keyed by the id they sent."""
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Amounts that dead processes could have returned, keyed by counter name."""
+    """Amounts that processes could have returned if they hadn't died, keyed by counter name."""
     has_died: bool = False
     """True if a process has died."""
 
@@ -422,7 +422,7 @@ class Mix:
         return asked
 
     async def _tell_redis(self, numbers: Iterable[int] = range(len(PROCESSES))) -> None:
-        """Makes processes report to Redis everything they did while it was unreachable."""
+        """Makes processes report to Redis everything they did while Redis was unreachable."""
         for limiter in map(self.world.limiter, numbers):
             async with asyncio.timeout(WAIT_LIMIT_S):
                 is_told = False
@@ -439,7 +439,7 @@ class Mix:
         await self.ledger.apis[0].dependencies.access.refresh()
 
     async def _know_budgets(self) -> None:
-        """Waits until all instances have the budgets and Redis has marked them."""
+        """Waits until all instances have the budgets and Redis has marks for them."""
         for api in self.ledger.apis:
             await api.dependencies.access.refresh()
         store, marked = self.ledger.apis[0].dependencies.limiter.store, set[str]()
@@ -450,7 +450,7 @@ class Mix:
                     marked = set(await store.marks())
 
     async def _kill(self, number: int, asked: Sequence[Asked]) -> None:
-        """Kills a process after it has reported its work during an outage to Redis."""
+        """Kills a process once it has reported to Redis the work it did during an outage."""
         limiter = self.world.limiter(number)
         await self._tell_redis([number])
         waiting = [one for one in asked if one[0].instance == number and not one[2].done()]
@@ -501,7 +501,7 @@ class Mix:
             drawn: dict[str, Any] = {"prompt": "a circle", "seed": seed, "width": 64, "height": 64}
             return "/v1/predictions", {"version": PAINTER.name, "input": drawn}
         tokens = ENDLESS if own else 3
-        # A text whose step fails is then generated on its own, and would otherwise wait for the
+        # A text whose step fails is then generated on its own; otherwise, it would wait for the
         # endless texts.
         prompt = texts[-1].replace("!", "?") + "a"
         text = {"model": SPELLER.name, "prompt": prompt, "max_tokens": tokens}
@@ -645,7 +645,8 @@ class Mix:
     def _tell(self, said: defaultdict[str, float]) -> None:
         """Reports predictions' costs to the ledger. Rows identify the keys they belong to.
 
-        Responses stored after their callers hung up, and batch lines, report no cost to any caller.
+        For responses stored after their callers hung up, and for batch lines, no caller gets a
+        report of the cost.
         """
         keys = {stored(key, tenant).id: key for key, tenant in self.ledger.tenant_of.items()}
         for row in self.ledger.rows():
@@ -669,7 +670,7 @@ class Mix:
         return found
 
     async def _answered(self, method: str, path: str, name: str) -> dict[str, Any]:
-        """Repeats a request while Redis can't be reached yet."""
+        """Repeats a request while Redis is still unreachable."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 http, key = self.ledger.apis[0].http, bearer(self.key(name))
@@ -696,10 +697,10 @@ async def _cancel_beside_delete(
 def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -> None:
     """No budget is exceeded.
 
-    Without Redis, each instance spends its part of the remaining amount that it knows about.
+    Without Redis, each instance spends its share of the last remaining amount it knows of.
 
-    An instance that does not know the amount spent uses its share of the total budget, so together
-    the instances overspend by at most one budget (docs/reference/limits.md).
+    An instance that doesn't know how much has been spent uses its share of the total budget, so
+    together the instances overspend by at most one budget (docs/reference/limits.md).
     """
     for name, months in ledger.charged_by_month().items():
         for month, usd in months.items():
@@ -720,7 +721,8 @@ def check_paid_once(
         ledger: the ledger that contains the example's books.
         texts: texts sent to the embedding model.
         words: words sent to flow steps.
-        is_whole: True if no process died and all of them reached the Redis that has the marks.
+        is_whole: True if no process died and every process could reach the Redis that has the
+            marks.
     """
     tenants = set(ledger.tenant_of.values())
     paid = [row for row in ledger.rows() if row.tenant in tenants and row.cost_usd]

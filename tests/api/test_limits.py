@@ -1,4 +1,4 @@
-"""Plans' and keys' limits, as callers see them."""
+"""Plan and key limits, as callers see them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -45,9 +45,9 @@ PRICED = Catalog(
 """A token costs a tenth of a cent. FakeWorker counts the words in a text plus two."""
 LONG_TEXT = 40 * "a"
 RESERVED_USD = 0.042
-"""Reserved for a text as long as LONG_TEXT: one token per byte, plus the two special tokens."""
+"""Reserved for a text the length of LONG_TEXT: one token per byte, plus two special tokens."""
 SPENT_USD = 0.003
-"""Spent on that text: one word and the two special tokens."""
+"""The amount spent on that text: one word and the two special tokens."""
 
 
 @asynccontextmanager
@@ -59,7 +59,7 @@ async def limited_api(
     catalog: Catalog = PRICED,
     **settings: object,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API where the key `a` belongs to the tenant acme, which has this plan."""
+    """An API where the key `a` belongs to the tenant acme, which is on this plan."""
     url = keys_url(
         tmp_path,
         plans={"theirs": plan},
@@ -237,7 +237,7 @@ async def test_budget_that_is_only_reserved_is_worth_asking_for_again(
 async def test_text_that_the_rest_of_a_budget_can_not_reserve_is_insufficient_quota(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """The last text is rejected even though the budget still covers what it would actually cost."""
+    """The last text is rejected even though the remaining budget would cover its actual cost."""
     plan = Plan(budget_usd_per_month=RESERVED_USD + 2.5 * SPENT_USD)
     async with limited_api(tmp_path, redis_url, plan) as api:
         answers = [await embed(api, LONG_TEXT[1:] + end) for end in "abcd"]
@@ -318,7 +318,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
         assert (found["status"], found["metrics"]["cost_usd"]) == ("failed", 0)
         assert limits_in(answer)["remaining-tokens"] == "996"
         assert limits_in(answer)["limit-tokens"] == "1000"
-        # It reserves the maximum of 256 tokens that the model reads.
+        # It reserves 256 tokens, the most the model can read.
         spent = await embed(api, "y" * 416)
         assert spent.json()["error"]["code"] == "insufficient_quota"
         assert "used 0.004," in spent.json()["error"]["message"]

@@ -105,7 +105,7 @@ async def test_source_image_is_a_file_however_it_is_named(
 
 
 async def test_unknown_charsets_are_not_remembered(api: ApiUnderTest) -> None:
-    """Python caches every name it looks up for the life of the process."""
+    """Python caches every codec name it looks up for the life of the process."""
     for written in (
         b"filename*=never-heard-of-it''a.jsonl",
         b'filename="=?never-heard-of-it?B?YQ==?="',
@@ -126,7 +126,7 @@ async def test_unknown_charsets_are_not_remembered(api: ApiUnderTest) -> None:
 
 
 async def test_long_headers_of_parts_hold_nobody_up(api: ApiUnderTest) -> None:
-    """Everything else would have to wait for the event loop in the meantime."""
+    """Meanwhile, everything else would have to wait for the event loop."""
     hostile = b"x" + b'"' + b'\\"' * 2000
     part = b'--b0\r\ncontent-disposition: form-data; name="%d"; a=' + hostile + b"\r\n\r\na\r\n"
     body = b"".join(part % number for number in range(60)) + b"--b0--\r\n"

@@ -58,7 +58,7 @@ def _request(
     method: str, path: str, body: bytes = b"", host: bytes = b"", headers: bytes = b""
 ) -> bytes:
     length = b"content-length: %d\r\n" % len(body)
-    # With a key, every host is accepted, and malformed requests get further than without one.
+    # With a key, any host is accepted, and malformed requests get further than they do without one.
     known = b"\r\nx-api-key: " + key_for("a").encode() + b"\r\nconnection: close\r\n"
     lines = b"host: " + (host or b"a") + known + length + headers
     return f"{method} {path} HTTP/1.1\r\n".encode("latin-1") + lines + b"\r\n" + body

@@ -1,4 +1,4 @@
-"""OCR of documents, in the format of Mistral's API."""
+"""Document OCR, in the format of Mistral's API."""
 
 from __future__ import annotations
 

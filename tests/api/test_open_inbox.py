@@ -1,6 +1,4 @@
-"""Subscriptions for any sequence of jobs that start and finish, checked against a reference
-model.
-"""
+"""Subscriptions as any sequence of jobs starts and finishes, checked against a reference model."""
 
 import asyncio
 from collections import Counter

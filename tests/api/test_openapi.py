@@ -29,7 +29,7 @@ OUR_SHAPES = (
     ("application/json", "OcrErrorReply"),
 )
 OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
-"""Paths that exist in both OpenAI's and Replicate's API."""
+"""Paths that exist in both OpenAI's and Replicate's APIs."""
 
 
 def operations(page: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

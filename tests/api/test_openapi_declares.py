@@ -1,4 +1,4 @@
-"""Each route declares the responses that shared code can return on it.
+"""Each route declares the responses that shared code can return for it.
 
 All other tests also compare routes' responses with the document (tests/api/declared.py).
 """

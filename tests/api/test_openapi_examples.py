@@ -1,4 +1,4 @@
-"""Every endpoint in the OpenAPI document has examples that its schemas accept, and its errors."""
+"""Every endpoint in the OpenAPI document lists its errors and has examples its schemas accept."""
 
 import asyncio
 from collections.abc import Iterator

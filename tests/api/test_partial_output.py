@@ -92,7 +92,7 @@ async def test_files_are_there_before_the_end(serve: Any, tmp_path: Path) -> Non
 
 
 async def test_replicates_client_iterates_over_the_output(serve: Any, tmp_path: Path) -> None:
-    """The client uses only what each response adds to the previous one, so no piece may change."""
+    """The client uses only what each response adds, so the pieces before that must not change."""
     words = [f"{number} " for number in range(30)]
     api = await serve(YIELDS.format(kind="ConcatenateIterator[str]", pieces=repr(words)))
     client = Client(api_token="any", base_url=api.url)

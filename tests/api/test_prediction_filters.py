@@ -29,7 +29,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of two predictions, each filled by reading up to eight."""
+    """Pages of two predictions each; filling a page reads up to eight."""
     monkeypatch.setattr("api.predictions.service.PAGE", 2)
     monkeypatch.setattr("api.predictions.service.SCAN_WINDOW", 3)
     monkeypatch.setattr("api.predictions.service.PAGE_READS", 3)
@@ -49,7 +49,7 @@ async def page(api: ApiUnderTest, url: str, key: str = "a", **query: str) -> dic
 
 
 async def listed(api: ApiUnderTest, key: str = "a", **query: str) -> list[str]:
-    """The IDs on all pages. Asserts that none is on two pages."""
+    """The IDs on all pages. Asserts that none appears on two pages."""
     ids, found = list[str](), await page(api, "/v1/predictions", key, **query)
     while True:
         ids += [entry["id"] for entry in found["results"]]
@@ -187,7 +187,7 @@ async def test_large_predictions_shorten_filtered_pages(
 
 
 async def test_a_late_prediction_is_found_as_failed(api: ApiUnderTest, redis_url: str) -> None:
-    """Its reader ends it, so its state in Redis is not yet the state in the list."""
+    """The reader ends it, so the list doesn't yet show its state in Redis."""
     api.worker.is_silent = True
     body = TEXT | {"input": {"text": "a dog"}}
     late = (await api.http.post("/v1/predictions", json=body, headers=bearer("a"))).json()

@@ -47,7 +47,8 @@ async def test_another_instance_answers_for_one_that_is_gone(
                 first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"})
             )
             await second.worker.until_taken(1)
-            # Found, awaited and canceled through a different instance than the one that created it.
+            # Found, awaited, and canceled through a different instance from the one that created
+            # it.
             (listed,) = (await second.http.get("/v1/predictions")).json()["results"]
             canceled = (await second.http.post(f"/v1/predictions/{listed['id']}/cancel")).json()
             assert canceled["status"] == "canceled"
@@ -138,7 +139,7 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
             finally:
                 server.resume()
             assert created["status"] == "starting"
-            # Its own wait time, rather than Redis's limit per call.
+            # The request's own wait time, rather than Redis's limit per call.
             assert time.monotonic() - began_s < REDIS_LIMIT_S
             api.worker.go.set()
             assert (await until_over(api, created))["status"] == "succeeded"

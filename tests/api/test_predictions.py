@@ -142,7 +142,7 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
 
 @pytest.fixture
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits streams to one at a time, from before the API starts."""
+    """Limits streams to one at a time, starting before the API does."""
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 1)
 
 
@@ -156,7 +156,7 @@ async def test_streams_are_bounded_and_end_with_their_readers(
         await stores.records.progress(created["id"], 1, 2)
     url = created["urls"]["stream"]
     async with api.http.stream("GET", url) as following:
-        # Otherwise the reader would be garbage-collected, which closes its stream.
+        # Otherwise, the reader would be garbage-collected, which would close its stream.
         lines = following.aiter_lines()
         assert await anext(lines) == "event: logs"
         assert (await api.http.get(url)).status_code == 429
@@ -205,7 +205,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
             following = await stack.enter_async_context(api.http.stream("GET", url, headers=acme))
             followed.append(
                 following.aiter_lines()
-            )  # otherwise the reader would be garbage-collected, which closes its stream
+            )  # otherwise, the reader would be garbage-collected, which would close its stream
             assert await anext(followed[-1]) == "event: logs"
         assert (await api.http.head(url, headers=acme)).status_code == 429
         theirs = (await api.http.post("/v1/predictions", json=TEXT, headers=umbrella)).json()

@@ -56,7 +56,7 @@ async def test_late_answers_are_refused_before_they_are_published(api: ApiUnderT
     api.worker.go.set()
     assert [(await each).status_code for each in (asked, patient)] == [200, 200]
     assert "one more" in [getattr(item.input, "text", "") for item in api.worker.items]
-    assert len(api.worker.jobs) == 8  # 64 short texts at most in each
+    assert len(api.worker.jobs) == 8  # at most 64 short texts in each
 
 
 async def test_hits_are_answered_whatever_waits(api: ApiUnderTest) -> None:

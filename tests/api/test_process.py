@@ -1,6 +1,4 @@
-"""`penstock api` as a separate process, on the embedded Pub/Sub, with a worker on the other
-side.
-"""
+"""`penstock api` as a separate process with the embedded Pub/Sub and a worker at the other end."""
 
 import asyncio
 import os
@@ -210,7 +208,7 @@ transport_of(settings), admin_of(settings)
 
 
 async def _imported(code: str) -> set[str]:
-    """The packages loaded in a new process by running `code`."""
+    """The packages loaded by a new process that runs `code`."""
     code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE

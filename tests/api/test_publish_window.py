@@ -1,4 +1,4 @@
-"""A tenant's share of a topic, and the order in which jobs are sent when a reply arrives."""
+"""A tenant's share of a topic, and the order in which jobs are sent as replies arrive."""
 
 import asyncio
 import time

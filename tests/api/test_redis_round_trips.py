@@ -46,7 +46,7 @@ async def gated_api(
 
 
 async def fewest(api: ApiUnderTest, link: GatedLink, cache: str, *texts: str) -> int:
-    """The minimum number of round trips for requests with one of these texts each."""
+    """The minimum number of round trips for requests that each have one of these texts."""
     found = list[str]()
 
     async def embed(text: str) -> httpx.Response:

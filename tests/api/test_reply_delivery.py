@@ -112,7 +112,7 @@ async def test_instances_get_their_own_replies_only(
         broker.instance("api-1", inbox_pool=2, redis_url=redis_url) as first,
         broker.instance("api-2", inbox_pool=2, redis_url=redis_url) as second,
     ):
-        # The IDs are deliberately the same; they differ only in their inbox.
+        # The IDs are deliberately the same; only their inboxes differ.
         with first.waiter("r", 0, replies) as one, second.waiter("r", 0, replies) as other:
             assert one.inbox != other.inbox
             await broker.reply_to(other, "r", worker="second")

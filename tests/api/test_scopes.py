@@ -290,7 +290,7 @@ EXPECTED: dict[tuple[str, str], KeyScope] = {
 
 
 async def test_each_route_requires_the_scope_in_the_documentation(api: ApiUnderTest) -> None:
-    """An endpoint without a scope only accepts unrestricted keys, which could go unnoticed."""
+    """An endpoint without a scope accepts only unrestricted keys, which could go unnoticed."""
     routes = {
         (method, path)
         for method, path in routes_of(api.app)

@@ -1,4 +1,4 @@
-"""Items counted by the deadline objective, and their labels, read the way Prometheus reads them."""
+"""Items counted toward the deadline objective, and their labels, parsed the way Prometheus does."""
 
 import asyncio
 from collections.abc import Iterator

@@ -111,7 +111,7 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(head)
         said = await peer.said()
-        # Unread bytes may have cost us its response, but never the hang-up.
+        # Unread bytes may have cost us the response, but never the hang-up.
         assert not said or said.startswith(b"HTTP/1.1 431")
 
 
@@ -275,7 +275,7 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
 
 
 LARGE_BYTES = 24 * 1024 * 1024
-"""More of a response than the kernel buffers when the caller does not read it."""
+"""More response data than the kernel buffers when the caller doesn't read."""
 
 
 async def _large(api: ApiUnderTest) -> bytes:
@@ -356,7 +356,7 @@ OFFER = (
     b"upgrade: h2c\r\n"
     b"http2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
 )
-"""Java's client sends this with each request over http."""
+"""Java's client sends this with each plain-HTTP request."""
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ async def test_readers_that_leave_leave_nothing_behind(
             async for text in answer.aiter_text():
                 if not is_patient or "data:" in text:
                     return
-                # It goes to the text that has waited longest. With each heartbeat, another text
-                # gets one, until it is this text's turn.
+                # The token goes to the text that has waited longest. With each heartbeat, another
+                # text gets one, until it is this text's turn.
                 api.worker.written.release()
 
     all_at_once = httpx.Limits(max_connections=LEAVING)

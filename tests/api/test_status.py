@@ -64,7 +64,7 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     assert foreign["is_busy"]
     assert foreign["your_items_in_flight"] == 0
     api.dependencies.admission.admit(Demand(name, 9, "acme"))
-    # One fair turn later, it is the same, no matter how much the other tenant sends.
+    # One fair turn later, the wait is the same, no matter how much the other tenant sends.
     assert (await status_for(api, "globex"))[name] == foreign
     assert not (await status_for(api, "globex"))[TEXT_MODEL.name]["is_busy"]
 

@@ -1,4 +1,4 @@
-"""Tenants' stored objects, counted and removed, in a folder and with a clock the test moves."""
+"""Tenants' stored objects, counted and removed, in a folder and with a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ async def test_a_response_that_is_not_stored_is_not_there(api: ApiUnderTest, str
 
 
 async def test_a_tool_loop_of_three_steps_refers_to_earlier_items(api: ApiUnderTest) -> None:
-    """The AI SDK's default provider sends them like this."""
+    """The AI SDK's default provider sends them this way."""
     client, given = api.openai(), {"tools": [weather_tool()], "max_output_tokens": 40}
     items: list[Any] = [{"role": "user", "content": CALLS}]
     for step in range(3):

@@ -73,7 +73,7 @@ async def test_an_unclear_wish_for_ids_is_refused(api: ApiUnderTest) -> None:
 async def test_a_reader_that_skips_blocks_with_comments_loses_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads like vLLM's benchmark client, which processes the blocks between empty lines."""
+    """Reads a stream like vLLM's benchmark client, which splits it at empty lines."""
     monkeypatch.setattr(generation_stream, "HEARTBEAT_S", 0.01)
     api.worker.written = asyncio.Semaphore(1)
     later, got = asyncio.get_running_loop(), ""

@@ -104,7 +104,8 @@ async def test_link_is_in_no_log(api: ApiUnderTest, caplog: pytest.LogCaptureFix
     with caplog.at_level("DEBUG"):
         for one in (link, link.update_query(expires="5")):
             await api.http.get(str(one))
-    # The client's logs, and uvicorn's access log, which api/server.py disables in a process.
+    # The client's logs and uvicorn's access log, which api/server.py disables when running as a
+    # process.
     others = ("httpx", "httpcore", "uvicorn.access")
     ours = [entry for entry in caplog.records if not entry.name.startswith(others)]
     assert not [entry for entry in ours if link.query["signature"] in str(vars(entry))]

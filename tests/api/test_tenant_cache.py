@@ -94,7 +94,7 @@ async def deployed(
 async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) -> None:
     async with deployed(redis_url, tmp_path) as one:
         assert await one.embed(ACME) == "miss"
-        await one.rows(1)  # so that it is in Redis and in the API's and the worker's memory
+        await one.rows(1)  # so that it is in Redis, in the API's memory, and in the worker's memory
         assert await one.embed(OTHER) == "miss"
         assert one.computed == 2
         await one.rows(2)

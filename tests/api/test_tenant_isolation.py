@@ -125,7 +125,8 @@ async def test_nothing_of_another_tenant_is_shown(api: ApiUnderTest, acmes: Belo
         for path in filled(template, acmes.ids):
             answer = await api.http.get(path, headers=OTHER)
             if has_id:
-                # The same as for an unknown ID, so not even its existence is revealed.
+                # The response is the same as for an unknown ID, so not even the object's existence
+                # is revealed.
                 unknown = await api.http.get(filled(template, nobody)[0], headers=OTHER)
                 assert answer.status_code == unknown.status_code == 404, path
                 shown_to_acme += (await api.http.head(path, headers=ACME)).status_code == 200

@@ -40,7 +40,7 @@ async def test_requests_are_answered_over_tls(tmp_path: Path) -> None:
 
 
 def handshake_error(client: ssl.SSLContext, server: ssl.SSLContext) -> str:
-    """The error that either side reports for a handshake in memory. Empty if it succeeds."""
+    """The error that either side reports for an in-memory handshake. Empty if it succeeds."""
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]

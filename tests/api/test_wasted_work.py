@@ -182,7 +182,7 @@ async def test_a_prediction_of_an_edit_counts_one_request_when_it_is_settled(
 async def test_urls_are_not_fetched_for_a_tenant_without_room(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
-    """A rejected fetch counts as a request, no matter what its target was."""
+    """A rejected fetch counts as a request, regardless of its target."""
     async with limited_api(tmp_path, redis_url, PLAN, **fetching(files)) as api:
         url = files.add("/page", b"<html>", "text/html")
         statuses = [(await edit(api, url)).status_code for _ in range(5)]

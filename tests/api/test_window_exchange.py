@@ -259,8 +259,8 @@ async def test_work_follows_weights_over_all_instances(tenants: list[dict[str, f
     await topic.stop()
     total = topic.done.total()
     shares = {tenant: topic.done[tenant] / total for tenant in "abc"}
-    # A window is divided into whole jobs, and other instances' counts are up to a quarter of a
-    # second old. Workers are more precise: they take the jobs they hold in order of work.
+    # A window is divided into whole jobs, and other instances' counts can be a quarter of a second
+    # old. Workers are more precise: they take the jobs they hold in order of work.
     assert shares == pytest.approx({"a": 1 / 7, "b": 2 / 7, "c": 4 / 7}, rel=0.25)
     assert len(topic.line) < 0.5 * topic.ITEMS_PER_S * 1.5
 

@@ -63,7 +63,7 @@ async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 async def looked(api: ApiUnderTest) -> None:
-    """Makes the instance check immediately. Otherwise it would do so within REFRESH_S."""
+    """Makes the instance check immediately. Otherwise, it would check within REFRESH_S."""
     await api.dependencies.dispatcher.canaries.withdrawals.refresh()
 
 

@@ -1,4 +1,4 @@
-"""A quiet tenant sharing a real stack with one that does its worst."""
+"""A quiet tenant that shares a real stack with a tenant that does its worst."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RATIO, FLOOR_MS = 30.0, 500.0
 hundred times as large, or the quiet tenant waited forever.
 """
 MAX_ROUNDS = 3
-"""Other work may start between the measurement of the quiet tenant on its own and the one alongside
-the bad tenant. A real fault shows up in every round.
+"""Other work may start between measuring the quiet tenant alone and measuring it alongside the bad
+tenant. A real fault shows up in every round.
 """
 
 

@@ -129,7 +129,7 @@ def test_load_is_what_each_process_took_beside_the_bad_tenant_and_not_without_it
     alone = CpuDrive(10.0, zero, zero | {"api": {1: CpuTime(6.0, 110), 2: CpuTime(1.0, 1)}})
     after = {"api": {1: CpuTime(9.0, 410), 2: CpuTime(1.0, 1), 4: CpuTime(2.5, 0)}}
     load = load_between(alone, CpuDrive(10.0, zero, zero | after))
-    # 0.4 cores alongside the bad tenant and 0.1 on its own, 4 s in 400 bursts. The new process
+    # 0.4 cores used alongside the bad tenant and 0.1 alone; 4 s in 400 bursts. The new process
     # never gave up its core.
     assert {part: [(round(one.cores, 9), one.burst_s) for one in load[part]] for part in load} == {
         "api": [(0.3, 0.01), (0.25, 0.1)]

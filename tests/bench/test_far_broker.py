@@ -1,4 +1,4 @@
-"""A model is as busy far from its broker as near it, and a full worker's death stays cheap.
+"""A model stays as busy far from its broker as near it, and losing a full worker stays cheap.
 
 This is judged by the ratios of alternating runs. The model only sleeps and the load is light, so
 that other work on the machine affects all runs alike.
@@ -55,8 +55,8 @@ def rate(site: BrokerSite, *, hand: int = 0) -> float:
 def shows(near: float, far: float, small_hand: float) -> bool:
     """True if a far worker is as busy as a near one.
 
-    If a small hand is fast in the same round, the distance had no effect in that round, so a fast
-    far worker proves nothing.
+    If a small hand is fast in the same round, the distance had no effect in that round, so a far
+    worker that is fast proves nothing.
     """
     return far >= KEPT * near and small_hand < KEPT_BEFORE * near
 
@@ -75,6 +75,5 @@ def test_what_a_dead_worker_held_is_at_most_a_second_of_work_beyond_two_batches(
     _, far_site = sites
     killed = kill_with_full_hand(far_site, LOAD, lead_s=2 * LEAD_S, limit_s=WAIT_LIMIT_S)
     assert killed.held > TWO_BATCHES, "its hand was not full"
-    # The hand's jobs were redelivered, and every request got a response, or this would not have
-    # finished.
+    # This finished, so the hand's jobs were redelivered, and every request got a response.
     assert 0 < killed.redelivered_s <= HELD_MAX_S, killed

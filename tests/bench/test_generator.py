@@ -1,4 +1,4 @@
-"""The load generator against a real HTTP server that counts what it receives."""
+"""The load generator against a real HTTP server that counts the requests it receives."""
 
 from __future__ import annotations
 

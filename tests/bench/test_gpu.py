@@ -5,8 +5,8 @@ from bench.gpu import __main__ as gpu
 from bench.gpu.images import full_width_parts
 from bench.gpu.scale import TINY
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2, and the FLOP
-# counter loads deprecated parts.
+# Some of diffusers' schedulers use a deprecated conversion between torch and numpy 2, and the FLOP
+# counter loads deprecated modules.
 pytestmark = [pytest.mark.slow(about_s=100), pytest.mark.filterwarnings("default")]
 
 

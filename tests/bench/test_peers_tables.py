@@ -32,7 +32,7 @@ PENSTOCK, FASTAPI, LITSERVE = (
 
 
 class Words:
-    """Texts without a tokenizer: `length number`, with lengths distributed like the real ones."""
+    """Texts that need no tokenizer: `length number`, with lengths distributed like real ones."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -73,7 +73,7 @@ def medians(*found: Measured, missing: str = "") -> Medians:
 
 
 def test_ratio_is_that_of_the_same_round() -> None:
-    # A machine that is twice as slow in the second round changes every median, but no ratio.
+    # A machine that is half as fast in the second round changes every median, but no ratio.
     found = [measured("fastapi", rate, number) for number, rate in enumerate((60, 30, 60))]
     found += [measured("penstock", rate, number) for number, rate in enumerate((240, 120, 240))]
     head, row = ratio_rows(medians(*found))

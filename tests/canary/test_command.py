@@ -57,7 +57,7 @@ def types(*words: str, status: int = 0) -> str:
 
 
 def happen(redis_url: str, models_file: Path, *, failed: int = 0) -> None:
-    """A canary worker is alive; it processed ten items, and the stable revision a hundred."""
+    """A live canary worker with ten items processed; the stable revision processed a hundred."""
 
     async def run() -> None:
         canary = read_catalog(models_file).canaries["texts"]

@@ -1,4 +1,4 @@
-"""ROUGE-L: computed by hand, for the paper's example, and against the textbook's table."""
+"""ROUGE-L: computed by hand for the paper's example, and compared with the textbook's table."""
 
 import pytest
 from hypothesis import given

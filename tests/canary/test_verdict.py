@@ -93,7 +93,7 @@ def test_a_good_item_more_only_speaks_for_a_revision(seen: int, more: int, ratio
 
 
 def test_equal_revisions_are_rarely_told_apart() -> None:
-    """A canary that fails as often as it is allowed to, over 2,000 items.
+    """A canary that fails as often as is allowed, over 2,000 items.
 
     The verdict is checked only after each failed item, because successes only count in the canary's
     favor.

@@ -132,7 +132,7 @@ class RunningWorker:
         await asyncio.wait_for(self.task, WAIT_LIMIT_S)
 
     async def kill(self) -> None:
-        """Kills the worker without notifying the canary_store."""
+        """Kills the worker without notifying the canary store."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
@@ -178,7 +178,7 @@ class CanaryWorld:
                 await asyncio.sleep(0.01)
 
     async def until_judged(self) -> None:
-        """Waits until every count so far has been judged, and at least one has."""
+        """Waits until every count so far has been judged, and there is at least one."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             # Workers send their counts only periodically, so there is no event to wait for.
             while not (await self.canary_store.counts(CANARY)).canary.items:  # noqa: ASYNC110

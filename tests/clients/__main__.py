@@ -38,7 +38,7 @@ TEXT_ENTRY = {
     "generation": {"context_tokens": 1024, "default_tokens": 48, "longest_tokens": 256},
 }
 DEADLINE = {"default_s": WAIT_LIMIT_S, "longest_s": max(WAIT_LIMIT_S, 300)}
-"""As long as the clients wait, because none of these checks measures response times."""
+"""Matches the clients' own wait limit, because none of these checks measures response times."""
 Row = tuple[Client, list[Outcome], float]
 
 

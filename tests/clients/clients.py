@@ -1,6 +1,6 @@
 """The clients to run, and their pinned versions.
 
-They are pinned by hashed requirements for pip and by a package-lock for npm.
+pip versions are pinned by hashed requirements, and npm versions by a package-lock.
 """
 
 from __future__ import annotations

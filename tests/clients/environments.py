@@ -115,7 +115,7 @@ def _check_node(client: Client) -> None:
 
 
 def _stamp(client: Client) -> str:
-    """A stamp that changes with the pinned versions and the Python version."""
+    """A stamp that changes whenever the pinned versions or the Python version change."""
     digest = hashlib.sha256(client.pinned.read_bytes()).hexdigest()
     return f"{digest} {platform.python_version()}"
 

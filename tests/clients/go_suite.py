@@ -43,7 +43,7 @@ NEED_GOOGLE = {
 """Tests that only Google's servers can pass, and the feature they need."""
 _RESULT = re.compile(r"^--- (PASS|FAIL|SKIP): TestIntegration_(\w+) \(([\d.]+)s\)", re.M)
 Results = dict[str, tuple[str, float]]
-"""Outcome and seconds, by test."""
+"""Outcome and duration in seconds, keyed by test."""
 
 
 def main() -> int:
@@ -92,7 +92,7 @@ def _build() -> Path:
 
 
 def _made_up_key(folder: Path) -> Path:
-    """A made-up service account: the tests are skipped without one."""
+    """A fake service account; without one, the tests are skipped."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     pem = key.private_bytes(
         serialization.Encoding.PEM,

@@ -67,7 +67,7 @@ class Service:
 
 
 def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome], float]:
-    """The outcomes of all checks in a script, and how many seconds it took.
+    """The outcomes of all the checks in a script, and how many seconds the script took.
 
     If the script exits early, an additional outcome describes how it exited.
     """

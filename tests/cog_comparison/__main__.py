@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 async def compare_all(fixtures: Sequence[Fixture], jobs: int) -> list[Row]:
-    """Compares fixtures, several at a time. Prints each as soon as it is done."""
+    """Compares fixtures, several at a time. Prints each result as soon as it's ready."""
     limit = asyncio.Semaphore(jobs)
 
     async def compare_one(fixture: Fixture) -> Row:
@@ -98,7 +98,7 @@ async def compare_fixture(fixture: Fixture) -> list[str]:
     if differing and all(": output:" in one or ": pieces:" in one for one in differing):
         again = await run_with_cog(fixture, python)
         if again != theirs and all(map(_have_equal_shape, theirs, again, ours)):
-            return []  # the output of this class differs from run to run
+            return []  # this class's output differs from run to run
     return differing
 
 

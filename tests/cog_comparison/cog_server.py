@@ -1,4 +1,4 @@
-"""Cog's own HTTP server as the oracle, which `cog serve` starts in a container."""
+"""Cog's own HTTP server, which `cog serve` starts in a container, used as the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
 POLL_S = 0.1
 STREAMING_SCHEMA = {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}}
-"""Lets the server stream. It describes no input, so the server doesn't check inputs."""
+"""Lets the server stream. It doesn't describe the input, so the server doesn't check inputs."""
 
 
 class CogServer:

@@ -1,8 +1,8 @@
 """A folder's Cog projects: those with a cog.yaml, and test scripts in the txtar format.
 
-A txtar file is a script, followed by files: a line `-- NAME --` and the file's lines. Inputs are
-read from the script's `cog predict` and `curl` commands or from the README. If neither contains
-any, they are made up from the signature.
+A txtar file is a script followed by files, each consisting of a line `-- NAME --` and the file's
+lines. Inputs are read from the script's `cog predict` and `curl` commands or from the README. If
+neither contains any, they are made up from the signature.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Argument(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """True if a word is taken as text no matter what it looks like."""
+        """True if a word is treated as text, no matter what it looks like."""
         words = set(re.findall(r"\w+", self.annotation))
         return bool(words & {"str", "Secret"}) and not words & {"int", "float", "bool", "dict"}
 
@@ -212,7 +212,7 @@ def _is_optional(default: ast.expr | None) -> bool:
 
 
 def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[Request]:
-    """Yields the inputs from the commands that are understood."""
+    """Yields the inputs from the commands that it can parse."""
     for line in script.replace("\\\n", " ").splitlines():
         # Even if a header is rejected, the input may be valid.
         must_fail = line.startswith("! ") and " -H " not in line
@@ -232,7 +232,7 @@ def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[
 
 
 def _with_files(request: Request, signature: Signature) -> Request:
-    """Turns file inputs' data URIs into files, as the API does."""
+    """Turns data URIs in file inputs into files, as the API does."""
     values, files = dict(request.values), list(request.files)
     for name, value in request.values.items():
         argument = signature.arguments.get(name)

@@ -17,7 +17,7 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+)*;base64,")
 
 
 class RequestFile(NamedTuple):
-    """An input's file: its location, its name and its bytes."""
+    """A file in an input: its location, its name, and its bytes."""
 
     at: list[str | int]
     name: str
@@ -58,10 +58,10 @@ class ClassRunner(Protocol):
     """A way to run a folder's class."""
 
     async def start(self) -> str:
-        """Loads and sets up the class. Returns the reason if that failed, or an empty string."""
+        """Loads and sets up the class. Returns the reason for a failure, or an empty string."""
 
     async def predict(self, request: Request) -> Outcome:
-        """Computes one prediction, and cancels it after `cancel_after_s` if that is set."""
+        """Computes one prediction, and cancels it after `cancel_after_s` seconds if that is set."""
 
     async def stop(self) -> None:
         """Stops the processes. May be called at any time."""
@@ -84,7 +84,7 @@ def data_of(uri: str) -> bytes:
 
 
 def with_described_files(value: Any) -> Any:
-    """Returns one of Cog's outputs with the common form in place of each data URI."""
+    """Returns one of Cog's outputs with each data URI replaced by the common form."""
     if is_data_uri(value):
         return describe_file(data_of(value))
     if isinstance(value, dict):

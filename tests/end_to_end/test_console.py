@@ -29,7 +29,10 @@ MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 
 @dataclass
 class Told:
-    """Browser errors and requested URLs. Our pages must not cause any unexpected ones."""
+    """Errors from the browser, and the URLs it requested.
+
+    Our pages must not cause any unexpected ones.
+    """
 
     errors: list[str] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)

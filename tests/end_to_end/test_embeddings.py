@@ -31,7 +31,7 @@ TEXTS = [
     "Short again, after one that is longer than the model takes.",
 ]
 CUT = {"truncate": "end"}
-"""The reference truncates like this by default."""
+"""The reference truncates texts this way by default."""
 
 
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]:
@@ -113,7 +113,7 @@ def _tokenizer() -> Tokenizer:
 def test_windows_of_a_long_text_equal_the_reference(
     client: openai.OpenAI, reference: Embed, rows: Rows, text: str
 ) -> None:
-    """The figures for 300 pages are in docs/measurements/embeddings.md."""
+    """The results for 300 pages are in docs/measurements/embeddings.md."""
     long = f"{text} {topics['formatstrings'][:8000]}"
     answer = client.embeddings.with_raw_response.create(
         model=EMBEDDER, input=long, extra_body={"chunk": {"overlap": 20}}

@@ -166,7 +166,7 @@ async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, te
             asyncio.ensure_future(asking.create(model=EMBEDDER, input=f"{text} {number}"))
             for number in range(120)
         ]
-        # Some are done, so the model is working on others.
+        # Some items are done, so the model is working on the others.
         done, _ = await asyncio.wait(
             pending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
         )

@@ -1,4 +1,4 @@
-"""A tenant with a lot of work does not delay another tenant, through the whole pipeline."""
+"""Through the whole pipeline, a tenant with a lot of work does not delay another tenant."""
 
 import asyncio
 

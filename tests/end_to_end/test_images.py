@@ -38,7 +38,7 @@ def pixels(png: bytes) -> NDArray[np.int16]:
 
 
 def seen_in(png: bytes) -> list[DetectedShape]:
-    """The figures shown in an image."""
+    """The shapes shown in an image."""
     return list(read(pixels(png).astype(np.uint8)).figures)
 
 
@@ -135,7 +135,7 @@ def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, te
 
 
 def circle_at(x: float) -> bytes:
-    """A red circle this many pixels from the left, as PNG."""
+    """A red circle this many pixels from the left, as a PNG."""
     png = io.BytesIO()
     draw(Scene("white", (DrawnShape("circle", "red", "medium", x, 32.0, 12.0),))).save(png, "PNG")
     return png.getvalue()

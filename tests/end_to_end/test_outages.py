@@ -47,7 +47,7 @@ def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tup
 
 
 def ask_all(client: openai.OpenAI, texts: Sequence[str]) -> list[str]:
-    """The ids of concurrent requests, one for each text, each of which gets a vector."""
+    """The ids of concurrent requests, one for each text; each request must get a vector."""
     with ThreadPoolExecutor(16) as threads:
         given = list(threads.map(partial(ask, client), texts))
     assert [status for status, _, _ in given] == [200] * len(texts)
@@ -62,7 +62,7 @@ def assert_one_row_each(rows: Rows, request_ids: Sequence[str]) -> None:
 
 
 def metric(port: int, name: str) -> float:
-    """A sample from a process's metrics; 0 if it has not been counted yet."""
+    """A sample from a process's metrics; 0 if nothing has been counted yet."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as answer:
         found = re.findall(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[0]) if found else 0.0
@@ -112,7 +112,7 @@ def test_bigquery_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: s
 def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """Rows from the worker (computed) and from the API (hits) survive SIGKILL of both, on disk."""
+    """The worker's rows (computed) and the API's (hits) are on disk and survive SIGKILL of both."""
     bigquery, worker, api = (stack.processes[name] for name in ("bigquery", WORKER, "api"))
     bigquery.kill()
     texts = [f"{text} {number}" for number in range(25)]
@@ -134,7 +134,7 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
 def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
     """Requests that can't wait are rejected and may be retried.
 
-    Patient requests succeed once the broker is back.
+    Requests that can wait succeed once the broker is back.
     """
     stack.processes[stack.broker].pause()
     try:

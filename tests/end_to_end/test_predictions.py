@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 PAINTER = "stable-diffusion-tiny"
 SLOW = {"width": 256, "height": 256, "num_inference_steps": 100}
-"""Takes far longer than canceling it does."""
+"""Takes far longer than it takes to cancel."""
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def test_trace_that_its_caller_does_not_keep_is_not_exported(
 async def test_dead_letter_belongs_to_the_trace_of_its_job(
     stack: Stack, collector: Collector
 ) -> None:
-    """The worker can't read the job, so the function replies instead."""
+    """The worker can't read the job, so the dead-letter function replies instead."""
     caller = Caller()
     attributes = {
         "schema": "0",

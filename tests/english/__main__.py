@@ -1,7 +1,7 @@
-"""`python -m tests.english [PATTERN|FILE|FOLDER...]`: prints what reads like a translation.
+"""`python -m tests.english [PATTERN|FILE|FOLDER...]`: prints text that reads like a translation.
 
 `--counts` prints totals per pattern instead. `--check` fails if a file has more findings than
-baseline.json allows, or fewer, in which case `--lower` writes the lower counts.
+baseline.json allows, or fewer; if there are fewer, `--lower` writes the lower counts.
 """
 
 from __future__ import annotations

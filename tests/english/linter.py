@@ -21,7 +21,7 @@ NOT_OURS = ("console/vendor", "swagger-ui-dist")
 HERE = "tests/english/"
 
 Baseline = dict[str, dict[str, int]]
-"""Per file, relative to the repository: number of findings per pattern."""
+"""Number of findings per pattern for each file, relative to the repository."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def write_baseline(baseline: Baseline) -> None:
 
 
 def new_findings(findings: list[Finding], baseline: Baseline) -> list[Finding]:
-    """Returns the findings for each file and pattern that exceed the baseline."""
+    """Returns the findings for each file and pattern that exceeds the baseline."""
     counts = count(findings)
     return [
         finding

@@ -62,7 +62,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def participles_of(nodes: Sequence[ast.AST], *, is_test: bool) -> Iterator[tuple[int, str]]:
-    """Yields the line and name of functions that do not start with a verb, and of empty locals."""
+    """Yields the line and name of functions not named with verbs, and of locals in EMPTY_LOCALS."""
     for node in nodes:
         if isinstance(node, Function) and not is_test and _is_participle(node):
             yield node.lineno, node.name

@@ -167,7 +167,7 @@ class CustomReaders:
         self.read: list[CustomStream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> None:
-        """Reads until `streams` have been read, and for as long as `goes_on` returns true."""
+        """Reads until `streams` streams are read, and for as long as `goes_on` returns true."""
         timeout = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
         async with (
@@ -279,12 +279,12 @@ def run(
     in_flight: int,
     say: Callable[[str], None],
 ) -> CustomFindings:
-    """Reads streams while parts are killed.
+    """Reads streams while parts of the pipeline are killed.
 
     Args:
-        folder: receives all parts' state and logs.
+        folder: receives the state and logs of all parts.
         streams: minimum number of streams; readers continue until all kills are done.
-        kills: number of kills, in the order of TURNS; 0 means it kills until all streams end.
+        kills: number of kills, in the order of TURNS; 0 means killing until all streams end.
         pause_s: average seconds between two items.
         say: called with a line for each kill.
     """

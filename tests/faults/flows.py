@@ -130,7 +130,7 @@ class FlowFindings:
 
 
 class FlowCallers:
-    """Callers that create runs and wait for them to finish, no matter what dies."""
+    """Callers that create runs and wait for them to finish, no matter which processes die."""
 
     def __init__(self, world: World, *, items: int, in_flight: int) -> None:
         self._urls = [world.url(api) for api in APIS]
@@ -192,7 +192,7 @@ def run(
     """Creates runs until each process has been killed once.
 
     Args:
-        folder: receives all parts' state and logs.
+        folder: receives the state and logs of all parts.
         broker: the embedded Pub/Sub, or a RabbitMQ on this machine.
         items: number of items in each run's second step.
         say: called with a line for each kill.

@@ -1,4 +1,4 @@
-"""One text model's catalog, for a whole pipeline."""
+"""A catalog with one text model, for a whole pipeline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Callers that hang up at random moments, on all tasks, with a nearby or distant broker.
 
-Each abandoned job must stop within LIMIT_S, and callers' charges must stay equal to the rows. To
-run it in full: `python -m tests.faults.hang_ups`.
+Each abandoned job must stop within LIMIT_S, and callers' charges must match the rows. To run it in
+full: `python -m tests.faults.hang_ups`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from workers.models.custom.checking import inspect_folder, write_interface
 LIMIT_S = 2.0
 """Maximum time from a hang-up until its job stops on the worker."""
 FAR_S = 0.03
-"""Delay in each direction to a distant broker."""
+"""Delay in each direction between the parts and a distant broker."""
 IN_FLIGHT = 10
 SOON_S, LATE_S = 0.2, 3.0
-"""Half of the callers hang up within SOON_S, while jobs are being published, and the others within
-LATE_S.
+"""Half of the callers hang up within SOON_S, while jobs are being published; the others hang up
+within LATE_S.
 """
 VOCABULARY, CONTEXT_TOKENS, MAX_TOKENS = 400, 2048, 1500
 ENCODER, PAIRS, WRITER, PAINTER, SPEAKER = "encoder", "pairs", "writer", "painter", "speaker"
@@ -180,7 +180,7 @@ class Call:
 
     kind: str
     left_at_s: float = 0.0
-    """Unix time when it hung up, or 0 if it got a response first."""
+    """Unix time when the caller hung up, or 0 if it got a response first."""
     status: int = 0
     """The response's status, if there was a response."""
 
@@ -353,7 +353,7 @@ def run(
     """Makes callers hang up on all tasks and counts the outcomes.
 
     Args:
-        folder: receives all parts' state and logs.
+        folder: receives the state and logs of all parts.
         hang_ups: number of callers that hang up.
         broker: the broker that carries the jobs.
         broker_delay_s: delay in each direction between the broker and other parts.
@@ -378,7 +378,10 @@ def run(
 
 
 def main() -> int:
-    """Runs both brokers at both distances. Returns 1 if a job continued or the ledger is wrong."""
+    """Runs with both brokers at both distances.
+
+    Returns 1 if a job kept running or the ledger is wrong.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--hang-ups", type=int, default=2000, help="in all (default: 2000)")
     options = parser.parse_args()

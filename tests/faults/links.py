@@ -18,7 +18,7 @@ LIMIT_S = 5.0
 class Link:
     """A proxied port.
 
-    Its state changes only in Links' loop. `delay_s` applies in each direction.
+    Its state changes only in the event loop of Links. `delay_s` applies in each direction.
     """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
@@ -145,7 +145,7 @@ class Links:
         self._loop.call_soon_threadsafe(self._links[name].flowing.clear)
 
     def lose_answers(self, name: str) -> None:
-        """Cuts connections after the request has arrived but before the response does."""
+        """Cuts connections after the request has arrived but before the response has."""
         self._loop.call_soon_threadsafe(self._links[name].lose_answers)
 
     def heal(self, name: str) -> None:

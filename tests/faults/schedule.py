@@ -1,6 +1,6 @@
 """Injects faults while traffic runs.
 
-They are drawn using a seed, so that every kind occurs before any is repeated.
+They are drawn from a seeded generator, and every kind occurs before any is repeated.
 """
 
 from __future__ import annotations
@@ -73,8 +73,9 @@ async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]
 
 
 def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns how to start the fault and how to heal it. Healed means that the part is serving
-    again.
+    """Returns how to start the fault and how to heal it.
+
+    A fault is healed once the part is serving again.
     """
     target, links = fault.target, world.links
     if fault.kind == "cut off":

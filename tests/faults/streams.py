@@ -26,7 +26,7 @@ from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
 STREAM_LIMIT_S = 240.0
-"""A stream that has not finished after this time is lost."""
+"""A stream that hasn't finished by then is considered lost."""
 SILENCE_LIMIT_S = 25.0
 """Comments keep a stream open, so a stream without any is dead."""
 PAUSE_S = 0.1
@@ -47,7 +47,7 @@ class Stream:
     number: int
     text: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
-    """When each event arrived (monotonic seconds), and from which instance."""
+    """When each event arrived (monotonic seconds), and which instance it came from."""
     places: list[tuple[int, ...]] = field(default_factory=list)
     """Each event's position in the text; positions must increase."""
     resumes: int = 0
@@ -66,7 +66,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Kill:
-    """The killed process, and the time of the kill (monotonic seconds)."""
+    """The process that was killed, and the time of the kill (monotonic seconds)."""
 
     target: str
     at_s: float
@@ -242,7 +242,7 @@ async def kill_in_turn(
     """Kills API instances and workers in turn and restarts each, for as long as `goes_on` returns
     true.
 
-    A worker's `model of`, `class of` and `engine of` are its child processes, which it restarts
+    A worker's `model of`, `class of`, and `engine of` are child processes that the worker restarts
     itself.
     """
     done: list[Kill] = []

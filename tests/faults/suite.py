@@ -43,12 +43,12 @@ class Findings:
     costs_wrong: list[str]
     """Requests whose rows charge a different amount than their responses reported."""
     counters_off: list[str]
-    """Tenants' and keys' budgets that are below their rows, or above them by more than the kills
-    explain.
+    """Budgets of tenants and keys whose counters are below their rows, or above them by more than
+    the kills explain.
     """
     took_s: float
     pairs: set[tuple[str, str]]
-    """The pairs of API instances and workers that handled items together."""
+    """The pairs of an API instance and a worker that handled items together."""
 
     def table(self) -> list[tuple[str, int]]:
         """First the counts of traffic and faults, then the counts that must be zero, by name."""
@@ -100,7 +100,7 @@ def run(
     """Runs traffic and faults concurrently and counts the outcomes.
 
     Args:
-        folder: receives all parts' state and logs.
+        folder: receives the state and logs of all parts.
         requests: minimum number of requests; more are sent until all faults are done.
         faults_count: number of faults to inject.
         in_flight: number of callers at any one time.
@@ -149,7 +149,7 @@ async def _run(
 
 
 def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]:
-    """All rows, each once, keyed by request, and the ids of requests that lack rows."""
+    """All rows, each counted once, keyed by request, and the ids of requests that have no rows."""
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,

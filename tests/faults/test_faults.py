@@ -16,17 +16,17 @@ pytestmark = pytest.mark.slow(about_s=60)
 FAULTS = 7
 REQUESTS = 500
 PAUSE_S = 0.5
-"""Leaves some cores for other tests. If anything hangs, all callers soon wait for it."""
+"""Leaves some cores for other tests. If anything hangs, all callers will soon be waiting for it."""
 SEED = 752
-"""With this seed, the first faults are one of each kind, including a killed API, a hanging Pub/Sub
+"""With this seed, the first faults are one of each kind, including a killed API, a hung Pub/Sub,
 and a restarted worker.
 """
 SEED_WITH_ARCHIVE = 16480
-"""Same as SEED, with a killed row archive and a hanging BigQuery."""
+"""Same as SEED, but with a killed row archive and a hung BigQuery."""
 
 
 FAR_S = 0.025
-"""Delay in each direction to a distant broker."""
+"""Delay in each direction between the parts and a distant broker."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Flow runs that are canceled or late midway, on whole stacks over both brokers."""
+"""Flow runs that are canceled or run late midway, on whole stacks over both brokers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rabbitmq import needs_rabbitmq
 pytestmark = pytest.mark.slow(about_s=120)
 
 ITEMS = 900
-"""Items in the second step: 45 s for one process, more than any machine can do in DEADLINE_S."""
+"""Items in the second step: 45 s with one process, so no machine finishes them in DEADLINE_S."""
 DEADLINE_S = 8.0
 STOPS_WITHIN_S = 10.0
 """Time limit on a busy machine.
@@ -71,7 +71,7 @@ def until_over(world: World, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(run: dict[str, Any], *, until_step: str = "") -> list[dict[str, Any]]:
-    """The outputs in a run's stream, up to its end or to a step's first output."""
+    """The outputs in a run's stream, up to the end of the stream or a step's first output."""
     outputs, kind = list[dict[str, Any]](), ""
     headers = {"accept": "text/event-stream"}
     with httpx.stream("GET", run["urls"]["stream"], headers=headers, timeout=LIMIT_S) as stream:

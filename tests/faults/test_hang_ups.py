@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 HANG_UPS = 60
 LIMIT_S = 10.0
-"""A busy machine is slow. Jobs that were not canceled continued for 20 to 35 s."""
+"""Allows for a slow, busy machine. Jobs that were not canceled kept running for 20 to 35 s."""
 
 
 @pytest.mark.parametrize(("broker", "delay_s"), [("pubsub", FAR_S), ("rabbitmq", 0.0)])

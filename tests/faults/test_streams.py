@@ -1,6 +1,6 @@
 """Text streams while an API instance and a worker are killed.
 
-`python -m bench streams` runs it in full, with a real model.
+`python -m bench streams` runs the full version, with a real model.
 """
 
 import asyncio
@@ -48,7 +48,8 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
                 turns=turns,
             )
         )
-    # After a takeover, an engine may round differently. Text that was already delivered stays.
+    # After a takeover, an engine may round differently. Text that was already delivered doesn't
+    # change.
     rounded = [] if engine == "auto" else found.differing
     assert [flaw for flaw in found.flaws() if flaw not in rounded] == []
     assert len(found.kills) == len(turns)

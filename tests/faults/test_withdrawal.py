@@ -52,7 +52,7 @@ def penstock(world: World, *words: str) -> str:
 
 @dataclass
 class Callers:
-    """Callers that keep sending new texts, plus one constant text, which is therefore cached."""
+    """Callers that keep sending new texts, plus one fixed text, which is therefore cached."""
 
     world: World
     http: aiohttp.ClientSession

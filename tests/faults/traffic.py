@@ -24,7 +24,7 @@ from tests.faults.world import MODEL, TENANTS
 from tests.keys import bearer
 
 ANSWER_LIMIT_S = 150.0
-"""A request without a response after this time is lost."""
+"""A request that has no response by then is considered lost."""
 TRY_LIMIT_S = 45.0
 DEADLINE_MS = "30000"
 COSINE = 0.9999
@@ -52,9 +52,9 @@ class Tally:
     answered_twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     tries: Counter[str] = field(default_factory=Counter)
-    """Failed tries, by the status or error that the caller got."""
+    """Failed attempts, keyed by the status or error that the caller got."""
     not_healed: list[str] = field(default_factory=list)
-    """Requests after the last fault that waited until their deadline."""
+    """Requests after the last fault that had to wait until their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
     """The status each request's row must have, keyed by request id; `any` for canceled requests."""
     told_usd: dict[str, float] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def text_of(number: int) -> str:
 
 
 class Traffic:
-    """A number of concurrent callers, over several API instances.
+    """Concurrent callers, spread over several API instances.
 
     Args:
         urls: one per API instance; a caller switches to the next one when one fails.
@@ -162,8 +162,9 @@ class Traffic:
             await asyncio.sleep(self._random.uniform(0.0, 2 * self._pause_s))
 
     async def _hang_up(self, number: int) -> None:
-        """Sends one request and hangs up if no response arrives soon. Only its rows show the
-        cost.
+        """Sends one request and hangs up if no response arrives soon.
+
+        Only the request's rows show its cost.
         """
         url, limit_s = self._urls[next(self._next_url) % len(self._urls)], PATIENCE_S
         timeout = aiohttp.ClientTimeout(total=self._random.uniform(0.0, limit_s))

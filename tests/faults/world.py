@@ -48,7 +48,7 @@ CATALOG = """models:
     price: {{per_million_tokens_usd: 1000, cached_share: 0.25}}
 """
 TENANTS = {"one": "acme", "two": "acme", "other": "globex"}
-"""Each caller key's tenant, by the key's name. All have budgets."""
+"""The tenant of each caller's key, keyed by the key's name. All have budgets."""
 BUDGET_USD = 10_000.0
 BUDGET_KEY = "penstock:limits:month:"
 """Prefix of budget names in Redis."""
@@ -74,8 +74,8 @@ class World:
         rows: first destination for rows: BigQuery or the object store.
         has_keys: True if callers need a key, and have budgets.
         broker_delay_s: delay in each direction between the broker and an API instance or a worker.
-        environments: extra environment variables for an API instance or a worker, by its name, for
-            example to run another release's code.
+        environments: extra environment variables for an API instance or a worker, keyed by its
+            name, for example to run code from another release.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class World:
         self.links = Links(targets, dict.fromkeys(far, broker_delay_s))
         self.processes: dict[str, Process] = {}
         self.held_usd: dict[str, float] = defaultdict(float)
-        """The amount API instances could have refunded when one of them was killed, keyed by
-        budget.
+        """The amount that API instances could still have refunded when one of them was killed,
+        keyed by budget.
         """
         # Processes it starts die with its thread, so it lives as long as the world.
         self.healer = ThreadPoolExecutor(1)

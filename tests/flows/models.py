@@ -64,7 +64,7 @@ class Compute:
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
-    """How many times each word's check fails."""
+    """How many times the check of each word fails."""
     gates: dict[str, threading.Event] = field(default_factory=dict)
     """Gates where words wait before they are checked."""
     began: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""The flow engine on its own: messages in any order or twice, and processes that die anywhere."""
+"""The flow engine alone: messages in any order or twice, and processes that can die anywhere."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_any_order_doubles_and_deaths_give_each_item_once(
 
 
 class Table:
-    """Stores the dead-letter function's rows."""
+    """Stores the rows written by the dead-letter function."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

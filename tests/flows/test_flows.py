@@ -135,7 +135,7 @@ async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        # Uses the caller's name for it, not the step model's name.
+        # Uses the caller's name for the field, not the step model's name.
         ("$input.sentence", "sentence: it has no word"),
         # The previous step returned it.
         ("$first", "step 'words': text: it has no word"),

@@ -185,7 +185,7 @@ async def test_a_flagged_image_is_withheld_by_name_charged_and_counted(images: W
         "code": "moderation_blocked",
     }
     rows = of_request(await images.until_rows(2), answer)
-    # Drawing and checking are charged because they were done. No image was enlarged.
+    # Drawing and checking are charged because that work was done. No image was enlarged.
     assert [(row.step, row.status) for row in rows] == [
         ("image", "succeeded"),
         ("safety", "succeeded"),
@@ -391,7 +391,7 @@ async def test_limits_and_budgets_count_as_for_the_image_model(
     redis_url: str, tmp_path: Path
 ) -> None:
     most = 2 * SIDE_PX * SIDE_PX * STEPS
-    # Room for two small images with their steps, but not for the largest that an entry allows.
+    # Room for two small images and their steps, but not for the largest image that an entry allows.
     limits = Limits(pixel_steps_per_min=most, budget_usd_per_month=2 * (DRAW_USD + 0.75))
     url = keys_url(
         tmp_path,
@@ -468,7 +468,7 @@ async def test_lines_of_batches_are_checked_and_enlarged(
 async def test_previews_come_only_of_what_nobody_checks(
     redis_url: str, model: Model, previews: int
 ) -> None:
-    """This holds even if the stream would have previews."""
+    """This holds even if the stream would otherwise have previews."""
     models = (model, JUDGE, ENLARGE)
     async with (
         world(redis_url, models=models, computes=Draws) as images,

@@ -1,4 +1,4 @@
-"""Data passed from step to step that exceeds a message's size limit."""
+"""Data passed between steps that exceeds a message's size limit."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ def line(custom_id: str, text: str) -> dict[str, Any]:
 async def running_runner(
     flows: World, settings: ApiSettings, catalog: Catalog | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A batch runner alongside the API. `catalog`: its catalog; by default, this module's flows."""
+    """A batch runner alongside the API.
+
+    `catalog`: the runner's catalog; by default, this module's flows.
+    """
     catalog = catalog or catalog_of(SPELL, SAID)
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)
@@ -198,7 +201,7 @@ async def test_a_batch_canceled_while_a_run_begins_leaves_no_run(
 async def left_by_its_runner(
     flows: World, settings: ApiSettings, text: str, gate: threading.Event
 ) -> Any:
-    """A one-line batch whose step `held` waits for the gate, after its runner has died."""
+    """A one-line batch whose `held` step waits for the gate, after the batch's runner has died."""
     flows.compute.gates["held"] = gate
     async with running_runner(flows, settings) as runner:
         batch = await created(client_of(flows), jsonl([line("a", text)]), endpoint=URL)

@@ -42,7 +42,7 @@ def test_items_of_steps_are_requests_of_their_models(tmp_path: Path) -> None:
     assert (models[SPLIT.name].mean_per_s, models[SPLIT.name].peak) == (0.5, 2)
     check = models[CHECK.name]
     assert (check.mean_per_s, check.peak) == (2 + 20, 10 + 80)
-    # The items at peak load: 10 requests of 4, and 80 of 1.
+    # The items at peak load: 10 requests with 4 items each, and 80 with 1.
     assert check.peak * check.items_per_request == pytest.approx(10 * 4 + 80)
     assert models[JOIN.name].items_per_request == 1
 

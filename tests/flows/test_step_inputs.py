@@ -30,7 +30,7 @@ WRITE, COMPARE = CATALOG.default("text"), CATALOG.default("similarity")
 
 
 async def of_prediction(entry: Any, values: dict[str, Any]) -> tuple[TaskInput, bool]:
-    """The API's input, without files, and whether it may be cached."""
+    """The input as the API would send it, without files, and whether it may be cached."""
     nothing = cast(Any, None)
     read = await API_TASKS[entry.task].read(values, entry, nothing, nothing)
     return read.inputs[0], read.is_repeatable
@@ -168,7 +168,7 @@ def test_files_travel_by_their_places() -> None:
 
 
 def test_file_of_another_step_counts_by_its_bytes() -> None:
-    """This way, an equal page in a different document is a hit."""
+    """This way, an identical page in a different document is a cache hit."""
     file = {"type": "string", "format": "uri"}
     entry = class_entry("look", {"image": file}, STRING)
     stored = Blob("image/png", object_key="results/r/0", digest=content_digest(b"page"))

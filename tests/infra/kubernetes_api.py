@@ -1,4 +1,4 @@
-"""A stand-in for a cluster's API server that the real kubectl talks to.
+"""A stand-in for a cluster's API server, which the real kubectl talks to.
 
 It uses TLS, because kubectl sends no token without it. It supports discovery, single objects,
 lists, the version, tokens, permissions, and `exec` over WebSocket. An `exec` command runs on this
@@ -47,7 +47,7 @@ RESOURCES: dict[str, dict[str, tuple[str, bool, list[str]]]] = {
     "apiregistration.k8s.io/v1": {"apiservices": ("APIService", False, [])},
     "keda.sh/v1alpha1": {"scaledobjects": ("ScaledObject", True, ["so"])},
 }
-"""The resources it serves: kind, whether it is namespaced, and short names, by API and plural."""
+"""The resources it serves, by API and plural: kind, whether it is namespaced, and short names."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Cluster:
 
     objects: list[Object]
     denied: set[str] = field(default_factory=set)
-    """Plurals that the operator may not read."""
+    """Plurals of the resources that the operator may not read."""
     port: int = 0
     authority: str = ""
     """Path of the certificate."""
@@ -207,7 +207,7 @@ class Cluster:
 
 
 def refusal(code: int, reason: str, message: str) -> web.Response:
-    """A Status, in the API server's format."""
+    """A Status object, in the API server's format."""
     status = {
         "kind": "Status",
         "apiVersion": "v1",

@@ -26,7 +26,7 @@ PROGRAMS = ("bench", "bigquery", "pubsub")
 
 
 def list_options(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each command in a group: its name and its options' defaults."""
+    """Yields each command in a group: its name and the defaults of its options."""
     if hasattr(command, "commands"):
         for word, inner in command.commands.items():
             yield from list_options(inner, f"{name} {word}".strip())

@@ -195,7 +195,7 @@ def machine_of_class(tmp_path: Path, redis_url: str) -> Machine:
 def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
     machine_of_class: Machine,
 ) -> None:
-    """Docker only counts a failure after `start_period`, or after the first successful check."""
+    """Docker counts a failure only after `start_period` or after the first successful check."""
     machine = machine_of_class
     check = machine.health_check("worker-cpu")
     failures, has_succeeded, began_s = 0, False, time.monotonic()

@@ -1,7 +1,7 @@
 """The incident pages, followed line by line on a running stack.
 
-Every line in their code blocks runs in bash, in the page's order. Commands that need a project on
-Google (gcloud, kubectl, terraform) are recorded instead. A line with documented output is repeated
+Every line in their code blocks runs in bash, in the page's order. Commands that need a Google
+project (gcloud, kubectl, terraform) are recorded instead. A line with documented output is repeated
 until it prints that output.
 """
 
@@ -86,7 +86,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 class Reader:
-    """A person who types a page's lines.
+    """A person who types the lines on a page.
 
     Args:
         settings: values for the page's `export` lines.
@@ -102,7 +102,7 @@ class Reader:
         """Each line's output."""
 
     def gets(self, settings: Mapping[str, str]) -> None:
-        """Changes some of the reader's settings, as after a move."""
+        """Changes some of the reader's settings, as a move would."""
         self._settings |= settings
 
     @property
@@ -160,7 +160,7 @@ class Reader:
 
 
 def status(stack: Stack, key: str, text: str = "hello") -> int:
-    """A request's status with one of the keys in tests/keys.py."""
+    """The status of a request made with one of the keys in tests/keys.py."""
     body = json.dumps({"model": MODEL, "input": text}).encode()
     headers = bearer(key) | {"content-type": "application/json"}
     asked = urllib.request.Request(f"{stack.api_url}/v1/embeddings", body, headers)

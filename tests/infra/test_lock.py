@@ -31,7 +31,7 @@ REPORTED: dict[str, list[str]] = {
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The names of all packages installed with a requirement, including its own."""
+    """The names of all packages installed with a requirement, including its own name."""
     for extra in ("", *requirement.extras):
         key = (normalize_name(requirement.name), extra)
         if key in seen:

@@ -1,4 +1,4 @@
-"""Processes that a process started, directly or not, exit with it, no matter how it exits.
+"""Processes that a process started, directly or not, exit when it does, no matter how it exits.
 
 tests/infra/test_up_survives.py tests this for a whole stack.
 """
@@ -91,7 +91,7 @@ def _hears_hangups() -> Iterator[None]:
 
 @contextmanager
 def labeled(command: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A program and its children's label. Any children that remain are killed at the end."""
+    """A program, and the label of its children. Any children that remain are killed at the end."""
     label = uuid.uuid4().hex
     given = {"LABEL": label, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:

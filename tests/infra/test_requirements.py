@@ -66,7 +66,7 @@ def imported_modules(texts: Mapping[Path, str]) -> set[str]:
 
 
 def provided_modules(name: str) -> set[str]:
-    """An installed distribution's modules and packages.
+    """The modules and packages of an installed distribution.
 
     If it is not installed, they are guessed from its name.
     """

@@ -89,7 +89,7 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
 def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     tmp_path: Path, servers: dict[str, str]
 ) -> None:
-    """One stack tests both, because each start measures the models it serves."""
+    """One stack is used to test both, because each start measures the models it serves."""
     folder, artifacts_dir, models_file = (
         tmp_path / "model",
         tmp_path / "artifacts",
@@ -101,7 +101,7 @@ def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     graphs, torch_alone = "    backend: onnx\n", "    backend: torch\n    precision: fp32\n"
     other = entry.partition("models:\n")[2].replace("name: tiny", "name: other")
     models_file.write_text(f"{entry}{graphs}{other}{torch_alone}")
-    # With one thread each, only the number of processes remains to be chosen.
+    # With one thread each, only the number of processes is left to choose.
     own = {
         "PENSTOCK_MODELS_FILE": str(models_file),
         "PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir),

@@ -51,7 +51,7 @@ class World:
         )
 
     def pause_after_death(self) -> float:
-        """Kills the part and returns the seconds until it is restarted."""
+        """Kills the part and returns the number of seconds until it is restarted."""
         began_s = self.now_s
         self.process.kill()
         assert self.supervisor.look() is None

@@ -27,7 +27,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def rows() -> list[tuple[list[str], dict[str, bool]]]:
-    """The table: patterns for paths under models/, and its columns with yes or no."""
+    """The table: patterns for paths under models/, with a yes or no in each of its columns."""
     lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     header, _, *body = cells

@@ -15,7 +15,7 @@ from tests.limits import WAIT_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"
-"""One folder for each release, written by `python -m tests.releases.write` when it is cut."""
+"""One folder per release, written by `python -m tests.releases.write` when the release is cut."""
 PARTS = ("api", "infra", "models", "models.yaml", "shared", "workers")
 """The parts of the repository that a release runs."""
 
@@ -50,7 +50,7 @@ def tree_at(commit: str, folder: Path) -> Path:
         archive, cwd=ROOT, capture_output=True, timeout=WAIT_LIMIT_S, check=True
     ).stdout
     tree.mkdir(parents=True, exist_ok=True)
-    # tarfile has no filter before Python 3.11.4 and requires one from 3.12 on.
+    # tarfile has no filters before Python 3.11.4 and requires one starting with 3.12.
     subprocess.run(["tar", "-x", "-C", tree], input=packed, timeout=WAIT_LIMIT_S, check=True)
     where = subprocess.run(
         [sys.executable, "-c", "import api, shared, workers; print(api.__file__)"],

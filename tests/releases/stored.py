@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import redis
 
 Plain: TypeAlias = str | dict[str, str]
-"""Bytes: text as is, everything else as `{"base64": …}`."""
+"""Bytes: text is kept as is, and everything else becomes `{"base64": …}`."""
 LEASES_S = 60
 """Keys that expire sooner are leases or marks left by a process that was still running."""
 
@@ -23,12 +23,12 @@ def plain(data: bytes) -> Plain:
 
 
 def raw(value: Plain) -> bytes:
-    """Returns the bytes that `plain` was given."""
+    """Returns the bytes that were passed to `plain`."""
     return value.encode() if isinstance(value, str) else base64.b64decode(value["base64"])
 
 
 def dump(url: str) -> dict[str, dict[str, Any]]:
-    """Everything in a Redis, keyed by Redis key, except leases."""
+    """Everything in a Redis except leases, keyed by Redis key."""
     with redis.Redis.from_url(url) as client:
         keys = sorted(client.keys())
         kept = [key for key in keys if not 0 <= client.ttl(key) <= LEASES_S]

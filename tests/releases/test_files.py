@@ -1,7 +1,8 @@
 """This tree reads each release's files: messages, Redis, cache, rows, files, keys, catalogs.
 
-A rollout mixes two releases for minutes, a canary does so for hours, and stored data lives longer.
-A field whose name, type or default changes would lose data between them, so it fails here.
+A rollout mixes two releases for minutes and a canary for hours, and stored data lives even longer.
+A field whose name, type, or default changes would lose data between releases, so the change fails
+here.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ DIRECTORY = "penstock:keys"
 RESULT = f"penstock:result:{ENTRY_SCHEMA}:"
 RECORD, TOKENS = "penstock:record:", "penstock:tokens:"
 LATER_S = 30.0
-"""Seconds since the release wrote its files. Its data has not expired by then."""
+"""Seconds since the release wrote its files. The release's data has not expired by then."""
 _URL = re.compile(r"https?://[^/\s\"]+|[?&](expires|signature|sig|exp)=[^\s\"&]*")
 
 
@@ -99,7 +100,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture
 def clock(release: Release, redis_url: str) -> Iterator[MovedClock]:
-    """The time when the release wrote its files, and its Redis."""
+    """The time when the release wrote its files, and the release's Redis."""
     load(redis_url, release.redis)
     with pytest.MonkeyPatch.context() as patch:
         moved = MovedClock(redis_url, patch)
@@ -366,7 +367,7 @@ def test_shipped_catalog_is_read(release: Release) -> None:
 
 
 def _placed(value: Any) -> Any:
-    """A response without the parts that depend on the machine or on the time of the request."""
+    """A response without the parts that depend on the machine or on when the request was made."""
     if isinstance(value, dict):
         return {name: _placed(one) for name, one in value.items()}
     if isinstance(value, list):

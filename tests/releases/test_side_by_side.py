@@ -1,4 +1,4 @@
-"""The last release and this tree under traffic at once, as during a rollout: nothing is lost.
+"""The last release and this tree serve traffic together, as during a rollout: nothing is lost.
 
 Each runs one API instance and one worker, on the same broker and Redis. Each reads the other's
 data: jobs and replies, records, cache, idempotent responses, token streams, rows.
@@ -35,10 +35,10 @@ def older(tmp_path: Path) -> dict[str, dict[str, str]]:
 
 
 def _wait_for_redis(tree: Path) -> None:
-    """Makes release 0.1.0 wait 30 s for Redis, not 0.1 s, before it counts locally.
+    """Makes release 0.1.0 wait 30 s for Redis, instead of 0.1 s, before it counts locally.
 
-    Its local counts are partly lost, which later releases fix. Without this, a machine that stalls
-    for 0.1 s would make the test fail.
+    Its local counts are partly lost, which was fixed in later releases. Without this, the test
+    would fail if the machine stalled for 0.1 s.
     """
     store = tree / "api" / "limits" / "store.py"
     text = store.read_text()

@@ -1,4 +1,4 @@
-"""`penstock up` on the state that the last release left, and then the reverse.
+"""`penstock up` on the state that the last release left, and then the other way around.
 
 The last release is killed with images in its queue, as if the power had failed. This tree draws
 them, and returns the stored data: predictions, a response under an Idempotency-Key, a batch and its

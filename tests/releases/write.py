@@ -1,10 +1,9 @@
-"""Writes what a release sends and stores, as files that every later tree reads. Run at each
-release.
+"""Writes what a release sends and stores to files that every later tree reads. Run at each release.
 
     python -m tests.releases.write 0.2.0
     python -m tests.releases.write 0.1.0 --commit 0651aef7    (an earlier one, by its own code)
 
-It runs the release's API, batch runner and workers as real processes, sends requests for every
+It runs the release's API, batch runner, and workers as real processes, sends requests for every
 task, and writes to tests/releases/files/RELEASE:
 
     release.json     the commit, the key, when it was written, and the requests that were sent
@@ -302,7 +301,7 @@ class Site:
 
 
 class Caller:
-    """Requests everything once, and then everything that can be read."""
+    """Requests everything once, and then reads everything that can be read."""
 
     def __init__(self, url: str, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
@@ -330,7 +329,7 @@ class Caller:
         return once.text
 
     def answers(self) -> dict[str, Any]:
-        """The responses to GET, as text or JSON, keyed by path."""
+        """The responses to the GET requests, as text or JSON, keyed by path."""
         read = {}
         for path in self.reads:
             response = self._http.get(path)
@@ -411,7 +410,7 @@ def _save(path: Path, document: object) -> None:
 
 
 def main() -> None:
-    """Writes out the files from this tree, or from another commit's tree."""
+    """Writes the files for this tree, or for the tree at another commit."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("release", help="its number, such as 0.2.0")

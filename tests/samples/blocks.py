@@ -34,7 +34,7 @@ class Block:
 
 @cache
 def all_blocks() -> tuple[Block, ...]:
-    """Returns all pages' blocks, in page order."""
+    """Returns the blocks on all pages, in page order."""
     return tuple(block for page in pages() for block in read_blocks(page))
 
 

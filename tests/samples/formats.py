@@ -1,4 +1,4 @@
-"""Checks sample files: catalog entries, sites, rates, prices, Terraform variables, SQL."""
+"""Checks sample files: catalog entries, sites, rates, prices, Terraform variables, and SQL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLES = MappingProxyType(
         "daily_usage": "daily_usage",
     }
 )
-"""The tables, with the views' columns."""
+"""The tables, and the columns of the views."""
 NODE_CLIENTS = "tests/clients/node"
 
 
@@ -90,7 +90,7 @@ def validate_entry(fields: Mapping[str, Any]) -> None:
     base = {"name": "mine", "task": "custom", "source": "local:mine"} if is_custom else shipped[-1]
     base = next((entry for entry in shipped if entry["name"] == fields.get("name")), base)
     entry = dict(fields) if {"task", "source"} <= fields.keys() else _merged(base, fields)
-    # The reader has the file with the interface.
+    # The reader is expected to have the file with the interface.
     entry.pop("interface", None)
     if isinstance(entry.get("image"), dict):
         entry["image"] = {k: v for k, v in entry["image"].items() if k != "interface"}

@@ -1,4 +1,4 @@
-"""Checks blocks that show output or draw a request's path."""
+"""Checks blocks that show output or diagram a request's path."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ CLIENTS: Mapping[str, str] = MappingProxyType(
         "mistralai": "mistral",
     }
 )
-"""Clients that tests/clients installs and runs: each one's requirements, by module."""
+"""Clients that tests/clients installs and runs: the requirements of each, by module."""
 SURROUNDINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "docs/how-to/adding-a-task.md": (

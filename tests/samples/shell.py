@@ -1,7 +1,7 @@
 """Checks shell samples without running them: their syntax, their programs, and the names they use.
 
-`penstock` commands are parsed by the command line itself, requests with curl are looked up in the
-OpenAPI document, and targets, modules and files must exist.
+`penstock` commands are parsed by the CLI itself, curl requests are looked up in the OpenAPI
+document, and targets, modules, and files must exist.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NOT_OURS = frozenset(
         *("grafana", "jq", "mail", "mapfile", "mkdir", "openssl", "prometheus", "tail"),
     }
 )
-"""Programs whose arguments name nothing in this repository."""
+"""Programs whose arguments don't name anything in this repository."""
 
 
 def commands(text: str) -> list[list[str]]:
@@ -67,8 +67,8 @@ def check_shell(block: Block, openapi: Mapping[str, Any]) -> None:
     """Checks one block of shell commands.
 
     Raises:
-        AssertionError: bash can't parse it, it calls a program that no rule covers, or names a
-            command, option, route, module, target or file that does not exist.
+        AssertionError: bash can't parse it, it calls a program that no rule covers, or it names a
+            command, option, route, module, target, or file that doesn't exist.
     """
     done = subprocess.run(
         ["bash", "-n", "-c", block.text], capture_output=True, text=True, check=False

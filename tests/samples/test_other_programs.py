@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow(about_s=150)
 
 PROGRAMS = frozenset({"gcloud", "helm", "kubectl"})
 VALUES = {"P": "my-project", "R": "europe-west4", "MODEL": "all-MiniLM-L6-v2", "NOW": "2026-01-01"}
-"""Values for placeholders whose form the programs check."""
+"""Values for placeholders whose format the programs check."""
 UNKNOWN = {
     "gcloud": r"unrecognized arguments|Invalid choice",
     "helm": r"unknown (shorthand )?flag|unknown command",
@@ -44,7 +44,7 @@ INCOMPLETE = {
 
 
 def read_block_commands() -> set[tuple[str, ...]]:
-    """Returns the commands for PROGRAMS in all pages' blocks, without the first deploy."""
+    """Returns the commands for PROGRAMS in the blocks on all pages, except for the first deploy."""
     return {
         fill_placeholders(words)
         for page in pages()

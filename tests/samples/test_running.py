@@ -1,6 +1,6 @@
 """Runs the samples in README.md and docs that need nothing but the local stack.
 
-Also requests help from each of our programs, which must list every option that a sample uses.
+Also reads each of our programs' help, which must list every option that a sample uses.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_tutorial_of_a_class_prints_what_it_shows(tmp_path: Path) -> None:
     everything = "".join(printed)
     reply, measurements = outputs
     assert reply.strip() in everything
-    header = measurements.splitlines()[1].split()  # the figures below it vary
+    header = measurements.splitlines()[1].split()  # the numbers below it vary
     assert any(line.split() == header for line in everything.splitlines())
 
 

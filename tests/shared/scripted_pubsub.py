@@ -26,10 +26,10 @@ UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline
 class ScriptedPubSub:
     """The server's next actions and the requests it has seen.
 
-    `failures[method]` are statuses for the next calls to that method; `gate`, while cleared, blocks
-    every unary call. `refuses` returns True for messages that make a publish invalid. Streams send
-    the items in `deliveries`, each of which is either a list of message bodies or a status that
-    ends the stream.
+    `failures[method]` contains the statuses for the next calls to that method; `gate`, while
+    cleared, blocks every unary call. `refuses` returns True for messages that make a publish
+    request invalid. Streams send the items in `deliveries`, each of which is either a list of
+    message bodies or a status that ends the stream.
     """
 
     endpoint: str = ""
@@ -71,7 +71,7 @@ class ScriptedPubSub:
         reading = asyncio.create_task(self._read(requests))
         try:
             # The error must be raised here: gRPC returns INTERNAL if this task ends before another
-            # task has sent the error.
+            # task sends the error.
             while (what := await self._next_delivery(reading)) is not None:
                 await self._deliver(what, context)
         finally:

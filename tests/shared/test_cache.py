@@ -193,7 +193,7 @@ async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
 
 @pytest.mark.parametrize("times_s", [(10.0, 20.0), (20.0, 10.0)])
 async def test_mark_of_the_later_result_stays(redis_url: str, times_s: tuple[float, float]) -> None:
-    """Requests may finish in a different order from the one their results were computed in."""
+    """Requests can finish in an order other than the one in which their results were computed."""
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"a": vector()}, 60, {"a": 20.0})
         for finished_at_s in times_s:

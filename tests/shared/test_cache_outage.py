@@ -64,7 +64,7 @@ async def trip(cache: ResultCache) -> None:
 async def test_eviction_policy_is_checked_once_redis_answers(
     own_redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if no call noticed that Redis was unreachable at the start."""
+    """This holds even if no call noticed that Redis was unreachable at the start."""
     link, refused = GatedLink(urlsplit(own_redis.url).port or 0), asyncio.Event()
 
     async def refuse_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -204,8 +204,8 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
             own_redis.resume()
-            # No task runs from here on: both the response and the timer become due while this
-            # process is blocked.
+            # No task runs from here on: both the response and the timer come due while this process
+            # is blocked.
             while "cmdstat_mget" not in client.info("commandstats"):
                 pass
             time.sleep(1.2 * timeout_s)  # noqa: ASYNC251

@@ -1,4 +1,4 @@
-"""Changing prices: every process charges a request at the prices in force when it arrived."""
+"""Price changes: every process charges a request at the prices in force when it arrived."""
 
 import datetime as dt
 from pathlib import Path

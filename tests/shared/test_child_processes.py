@@ -16,7 +16,7 @@ FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 async def start_beside_calls() -> None:
-    """Starts processes while gRPC calls are running and prints each one's output."""
+    """Starts processes while gRPC calls are running, and prints the output of each."""
     importlib.import_module("shared")  # imported before gRPC, as in all our processes
     import grpc
 

@@ -23,7 +23,7 @@ _steps = st.lists(
 
 
 class Line:
-    """Tasks that are waiting for a place or already have one."""
+    """Tasks that are waiting for a slot or already have one."""
 
     def __init__(self) -> None:
         self._turns = FairPermits(PLACES)

@@ -1,4 +1,4 @@
-"""A subscription holds more or fewer messages while it is open, and its round trip is measured."""
+"""A subscription can hold more or fewer messages while open, and its round trip is measured."""
 
 import asyncio
 
@@ -53,7 +53,7 @@ async def test_fewer_are_held_when_the_first_are_acked(broker: Broker) -> None:
             subscription.ack(message)
         subscription.hold(2)
         async with broker.transport.subscribe(jobs, max_messages=20) as other:
-            # Streams end in the background, so the first rounds may find them still open.
+            # Streams end in the background, so they may still be open during the first rounds.
             for _ in range(ROUNDS):
                 await publish(broker, topic, 10)
                 mine = await shared_out(10, subscription, other)

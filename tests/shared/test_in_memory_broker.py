@@ -37,7 +37,7 @@ async def test_message_whose_lease_ran_out_comes_again_elsewhere() -> None:
         [message] = await take(stuck, 1)
         async with broker.subscribe("jobs", max_messages=1) as other:
             await stuck.stop()
-            broker.expire_leases("jobs")  # ends only open subscribers' leases
+            broker.expire_leases("jobs")  # ends only the leases of open subscribers
             assert not message.lost
             stuck.nack(message)
             [again] = await take(other, 1)

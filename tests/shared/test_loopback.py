@@ -1,4 +1,4 @@
-"""Requests to this machine never use a proxy, no matter which variables set one."""
+"""Requests to this machine never use a proxy, no matter which variables configure one."""
 
 from __future__ import annotations
 

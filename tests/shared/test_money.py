@@ -45,7 +45,7 @@ def test_amounts_are_plain_decimals(usd: float, in_header: str, on_page: str) ->
 
 
 def in_console(amounts: list[float]) -> list[list[str]]:
-    """Amounts formatted by the console's JavaScript: plain, and for a page."""
+    """Amounts as formatted by the console's JavaScript: plain, and for display on a page."""
     program = (
         f"import {{ dollars, plain }} from {json.dumps(MONEY_JS.as_uri())};"
         f"const found = {json.dumps(amounts)}.map((usd) => [plain(usd), dollars(usd)]);"

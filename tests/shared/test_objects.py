@@ -219,7 +219,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
     asked = [asyncio.create_task(one) for one in slow]
     await asyncio.sleep(0)
     try:
-        # A reservation and two lists at once, as when an upload starts.
+        # A reservation and two list calls at once, as when an upload starts.
         keys = [f"{folder}/{quiet}/{place}" for place, folder in enumerate(folders)]
         async with asyncio.timeout(TIMEOUT_S / 2):
             await asyncio.gather(*(objects.put(key, b"x", "image/png") for key in keys))
@@ -232,7 +232,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
 
 
 def _let_go(pipes: Sequence[Path]) -> None:
-    """Unblocks the calls waiting to read the pipes. Does not wait for a pipe without readers."""
+    """Unblocks the calls waiting to read the pipes. Doesn't wait for pipes that have no readers."""
     for pipe in pipes:
         with suppress(OSError):
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

@@ -69,7 +69,7 @@ async def test_tls_carries_the_credentials_of_the_machine(tmp_path: Path) -> Non
     (tmp_path / "roots.pem").write_bytes(certificate)
     (tmp_path / "account.json").write_text(_service_account(key_pem))
     async with scripted_pubsub(grpc.ssl_server_credentials([(key_pem, certificate)])) as script:
-        # A separate process, because gRPC reads its roots once per process.
+        # A separate process, because gRPC reads its root certificates once per process.
         environment = {
             "GOOGLE_APPLICATION_CREDENTIALS": str(tmp_path / "account.json"),
             "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH": str(tmp_path / "roots.pem"),

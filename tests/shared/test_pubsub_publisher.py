@@ -93,8 +93,8 @@ async def test_failure_that_lasts_is_told_in_time(
 ) -> None:
     script, transport = opened
     script.failures["Publish"] = deque([grpc.StatusCode[code]] * 1000)
-    # Long enough for a busy machine to get one response. Without any response, each call is
-    # Unavailable.
+    # Long enough to get one response on a busy machine. If there is no response at all, each call
+    # is Unavailable.
     with pytest.raises(error):
         await transport.publish("t", b"1", {}, timeout_s=1.5)
 

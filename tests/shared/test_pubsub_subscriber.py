@@ -73,7 +73,7 @@ async def test_refusal_that_lasts_ends_the_iteration(
     opened: Opened, code: str, error: type[Exception]
 ) -> None:
     script, transport = opened
-    # More than needed, because under load gRPC sometimes ends a rejected stream with the code
+    # More than needed, because under load, gRPC sometimes ends a rejected stream with the code
     # INTERNAL.
     for _ in range(4 * pubsub_subscribe.FATAL_TRIES):
         script.deliveries.put_nowait(grpc.StatusCode[code])

@@ -61,8 +61,8 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
 async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
     """A server that tests may kill, with the "jobs" queue in the "kills" project.
 
-    It has been restarted once, because RabbitMQ 3.10 elects no leader for a queue that is killed in
-    its first seconds.
+    It has been restarted once, because RabbitMQ 3.10 never elects a leader for a queue that is
+    killed in its first few seconds.
     """
     needs_rabbitmq()
     with RabbitServer(tmp_path / "data", tmp_path) as server:
@@ -145,7 +145,7 @@ async def test_messages_of_a_killed_process_come_again_at_once(
 
 @pytest.mark.anyio
 async def test_acks_just_before_the_close_are_not_forgotten(rabbit: Pair) -> None:
-    """When a channel closes, the broker drops any acks on it that have not been forwarded yet."""
+    """When a channel closes, the broker drops any of its acks that haven't been forwarded yet."""
     transport, admin = rabbit
     for number in range(ROUNDS):
         name = f"jobs-{number}"
@@ -210,7 +210,7 @@ async def test_removed_queue_ends_the_iteration(rabbit: Pair) -> None:
 
 @pytest.mark.anyio
 async def test_message_handed_back_waits_on_the_broker(rabbit: Pair) -> None:
-    """The message does not hold up later ones, and keeps its id, its age and its attempts."""
+    """The message doesn't hold up later ones, and keeps its id, its age, and its attempt count."""
     transport, admin = rabbit
     first_s, longest_s = 0.2, 0.4
     await make(admin, retry_min_s=first_s, retry_max_s=longest_s, push_endpoint="http://function")

@@ -33,9 +33,9 @@ from tests.shared.receiving import take
 pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio]
 
 SOON_S = 0.2
-"""Time before the first repetition. It doubles, so a slow machine only repeats more often."""
+"""Time before the first retry. It doubles, so a slow machine just means more retries."""
 MANY = 1000
-"""Enough that the connection breaks before all of them are written."""
+"""Enough that the connection breaks before they have all been written."""
 LARGE_BYTES = 9_000_000
 """Three of these do not fit into a socket's buffers."""
 

@@ -17,7 +17,7 @@ from tests.shared.embedded_bigquery import row
 
 ROWS = 10
 SOON_S = 0.3
-"""Two threads that do not wait for each other are done by then. More time changes nothing."""
+"""By then, two threads that don't wait for each other are done. More time changes nothing."""
 
 
 class SlowSpool(Spool):

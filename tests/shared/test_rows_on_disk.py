@@ -231,7 +231,8 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
             assert rows.pending == 65 - (metric("penstock_rows_lost_total") - before)
             assert metric("penstock_rows_lost_total") > before
             spool_dir.unlink()
-    # By the time it closed, the disk worked again, so the rows in memory were written to it.
+    # By the time the writer closed, the disk was working again, so the rows in memory were written
+    # to it.
     kept = sum(len(path.read_text().splitlines()) for path in spool_dir.glob("*.segment"))
     assert kept == 65 - (metric("penstock_rows_lost_total") - before)
 

@@ -1,4 +1,4 @@
-"""A step's spare share, checked against steps with a known fixed time.
+"""A step's spare share, checked on steps whose fixed time is known.
 
 The share is described in docs/reference/generation.md.
 """
@@ -15,7 +15,7 @@ from shared.models.service_rate import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}
-"""Duration in milliseconds of a decoding step with this number of texts in bf16
+"""Milliseconds for a decoding step with this number of texts in bf16
 (docs/reference/generation.md).
 
 A prompt of 256 tokens took 213 ms.
@@ -71,7 +71,7 @@ def test_prompts_of_lone_texts_tell_the_fixed_time_too() -> None:
         for _ in range(20):
             time.observe(1, TEXTS_MS[1] / 1000)
     assert time.fixed_s == pytest.approx(0.021, abs=0.001)
-    # Others have to wait for a prompt, so hardly any of its step was spare.
+    # Other texts have to wait for a prompt, so hardly any of the prompt's step was spare.
     assert taken(time, 1, PROMPT_MS / 1000, PROMPT_TOKENS) > 0.9
 
 

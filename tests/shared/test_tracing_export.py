@@ -130,7 +130,7 @@ def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     (span,) = collector.spans
     assert (span.name, span.kind, span.is_error) == ("late", "consumer", True)
     assert (span.trace_id, span.parent_id) == (parent.trace_id, parent.span_id)
-    # Two machines' clocks may disagree, but no span ends before it starts.
+    # Clocks on two machines may disagree, but no span ends before it starts.
     assert (span.start_ns, span.end_ns) == (2_250_000_000, 2_250_000_000)
     assert span.attributes == {**facts, "error.type": "bad"}
     assert span.links == [(one.trace_id, one.span_id) for one in linked[:MAX_LINKS]]

@@ -1,6 +1,4 @@
-"""Variables that turn tracing on, values that abort startup, and decisions about which traces are
-kept.
-"""
+"""Variables that turn tracing on, values that abort startup, and which traces are kept."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 Prompts that start with these characters are special. `!`: the step fails. `†`: the process dies
 once the item has two letters. `~`: in a batch, the device runs out of memory. `?`: the prompt is
 rejected. `=`: the item gets `FIRST_LETTERS` letters at once, and no more until an item without this
-sign finishes. At the last letter, `%`: the text violates its schema. `#`: the schema allows no
+character finishes. `%`: at the last letter, the text violates its schema. `#`: the schema allows no
 continuation. `$`: the model fails.
 """
 

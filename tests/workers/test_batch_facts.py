@@ -39,7 +39,7 @@ class Counting:
         return [short, [index for index in range(len(batch)) if index not in short]]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        # Without padding for each item, the sum is rounded up to 10.
+        # Without per-item padding, the sum is rounded up to 10.
         return max(lengths) * len(lengths) if self.pads else -(-sum(lengths) // 10) * 10
 
     def predict(

@@ -1,4 +1,4 @@
-"""The batch queue's rules, each as a property that holds for any arrivals."""
+"""The batch queue's rules, each stated as a property that holds for any arrivals."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class Model(RuleBasedStateMachine):
         key, leader = batch[0].key, batch[0]
         assert {one.key for one in batch} == {key}
         assert len(batch) <= at_most
-        # A single item over the budget still runs, on its own, because rejecting it is up to
-        # admission.
+        # A single item over the budget still runs, on its own, because rejecting it is admission's
+        # job.
         assert len(batch) == 1 or sum(one.length for one in batch) <= room
         of_leader = [one for one in self.model if one.tenant == leader.tenant]
         assert leader is min(of_leader, key=lambda one: one.order), "its tenant's first"
@@ -205,7 +205,7 @@ def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: 
 def test_two_tenants_that_wait_all_the_time_get_work_by_their_weights(
     seed: int, weight: tuple[float, float], keys: str
 ) -> None:
-    """Over any interval, work differs from the weights by no more than the documented bound."""
+    """Over any interval, work deviates from the weights by no more than the documented bound."""
     apart = difference_of_rivals(random.Random(seed), weight, keys)
     ahead = LONGEST + (BUDGET if len(keys) > 1 else 0)
     bound = 2 * QUANTUM + ahead / weight[0] + ahead / weight[1]
@@ -287,7 +287,7 @@ def test_sending_one_item_at_a_time_gains_nothing() -> None:
 
 
 def test_idle_tenant_keeps_no_deficit() -> None:
-    """A tenant that was idle for a long time gets its share from now on, but no more than that."""
+    """A tenant that was idle for a long time gets its share from now on, but nothing extra."""
     queue = queue_of([*entries_of("away", [1]), *entries_of("busy", [10] * 1000)])
     for _ in range(5):
         queue.take(64)

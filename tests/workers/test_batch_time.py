@@ -29,7 +29,7 @@ def test_fixed_time_and_time_of_the_work_are_told_apart(fixed_s: float) -> None:
 
 
 def test_batches_grow_where_work_costs_nothing() -> None:
-    """As on a GPU with room to spare, the allowed size grows with each batch that proves it."""
+    """The allowed size grows with each batch that proves it can, as on a GPU with room to spare."""
     time, work = BatchTime(), 12.0
     for _ in range(12):
         time.observe(int(work), 0.003)

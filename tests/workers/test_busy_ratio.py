@@ -67,7 +67,7 @@ def test_what_was_spare_is_not_busy() -> None:
         clock.now_s += 1
         busy.spare(parts, 0.8)
     # A fifth of one process's time, averaged over two processes, less than one report later.
-    # Callers account for three quarters of the time.
+    # Callers account for three-quarters of the time.
     assert busy.read("interactive") == pytest.approx(0.2 / 2 * 3 / 4, abs=0.01)
     assert busy.read("batch") == pytest.approx(0.2 / 2 / 4, abs=0.01)
     clock.now_s += 1000

@@ -80,7 +80,7 @@ async def process(
 
 
 async def say(process: PooledProcess | ClassClient, text: str) -> object:
-    """Runs the class with a text and returns its output."""
+    """Runs the class on a text and returns its output."""
     ended: list[StepMessage] = []
     if isinstance(process, ClassClient):
         await process.run_steps([prepared({"text": text})], WAIT_LIMIT_S, ended.append)

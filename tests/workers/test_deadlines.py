@@ -1,4 +1,4 @@
-"""Deadlines stop work wherever it is: queued, prepared, between two steps, or in delivery.
+"""Deadlines stop work wherever it is: queued, in preparation, between steps, or in delivery.
 
 Late work is free.
 """
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.anyio
 SHORT_S = 0.7 * PATIENCE
 """A deadline that passes during the test.
 
-Everything that must happen before it takes a hundredth of this time.
+Everything that must happen before the deadline takes a hundredth of this time.
 """
 
 
 async def ended(harness: WorkerHarness) -> tuple[str, ItemOutcome]:
-    """The next job that gets a reply, and its only item's outcome."""
+    """The next job that gets a reply, and the outcome of its only item."""
     reply = await harness.reply()
     (outcome,) = reply.body.outcomes
     return reply.request_id, outcome
@@ -50,7 +50,7 @@ async def held(harness: WorkerHarness, text: str = "held", **given: Any) -> None
 
 
 async def both(harness: WorkerHarness, *texts: str, short: str) -> None:
-    """Jobs that arrive together, so that they share a batch; `short` has little time."""
+    """Jobs that arrive together, so they share a batch; `short` has little time left."""
     harness.process.gate.clear()
     sent = [
         harness.send(text, request_id=text, left_s=SHORT_S if text == short else WAIT_LIMIT_S)

@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(eq=False)
 class Pulled:
-    """A job with a number of items."""
+    """A job with a given number of items."""
 
     subscription: Held
     items: list[int]

@@ -179,7 +179,7 @@ def test_a_disruption_budget_is_asked_again(cluster: Cluster, account: Path) -> 
 def test_no_more_than_a_tenth_at_a_time(
     cluster: Cluster, account: Path, nodes: int, most: int
 ) -> None:
-    """Even if a driver reports every GPU as broken, nine tenths of them stay in use."""
+    """Even if a driver reports every GPU as broken, nine-tenths of them stay in use."""
     for number in range(nodes):
         cluster.add(f"n{number:03}", f"w{number}", failed_at=f"2026-11-26T10:{number % 60:02}:00Z")
     done = look(cluster, account)
@@ -204,7 +204,7 @@ def test_a_repaired_node_serves_again(cluster: Cluster, account: Path) -> None:
 
 
 def run_once(cluster: Cluster, account: Path) -> subprocess.CompletedProcess[str]:
-    """Runs one check as the pod does."""
+    """Runs one check the way the pod does."""
     command = [sys.executable, "-m", "workers.gpu_nodes", "--once", "--url", cluster.url]
     return subprocess.run(
         [*command, "--account", str(account)],

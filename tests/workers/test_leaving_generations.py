@@ -228,7 +228,7 @@ def test_a_text_that_joins_in_the_row_of_a_dropped_one_is_written_as_if_alone(
     leaving = list(range(40, 40 + 2 * MIN_SHARED_TOKENS))
     prompts = [PROMPTS[0], leaving, PROMPTS[2], [8, 50], [6, 51]]
     items = [tiny.prompt(ids, 40, owner="t") for ids in prompts]
-    # It starts like the text that left, so that text's keys and values are reused.
+    # It starts the same way as the text that left, so that text's keys and values are reused.
     joining = tiny.prompt([*leaving, 44], 12, owner="t")
     alone = ends_of(messages_of(folder, [joining], {}))[0]
     ends = ends_of(

@@ -1,4 +1,4 @@
-"""Until its reply is on its way, a lone job in a worker does not wait for anything remote.
+"""A lone job in a worker doesn't wait for anything remote until its reply is on its way.
 
 The job arrives, and the reply leaves. In between, nothing waits for a broker confirmation or for
 Redis, so a request takes four trips between the broker and its clients, plus the model's time.

@@ -80,7 +80,7 @@ async def test_what_a_worker_with_a_broken_gpu_held_is_computed_by_another(
 
 
 async def test_a_gpu_that_fails_once_is_tried_again(redis_url: str, tmp_path: Path) -> None:
-    """If a single input breaks the GPU context, the worker survives."""
+    """If a single input corrupts the GPU context, the worker survives."""
     times = tmp_path / "times"
     times.write_text("x")
     command = (sys.executable, "-c", BROKEN, str(times))

@@ -183,7 +183,7 @@ def test_once_due_a_model_waits_for_one_batch_of_each_other_at_most(
 
 @given(st.floats(0.01, 1.0), st.integers(2, 4))
 def test_full_queues_leave_no_more_than_the_share_to_switching(load_s: float, models: int) -> None:
-    """All queues are always full, with room for only one model: the most expensive traffic."""
+    """All queues are always full, and only one model fits: the most expensive traffic."""
     made, resident, now_s, loading_s = scheduler(*[load_s] * models), {0}, 0.0, 0.0
     lines = [line(*[0.0] * 1000) for _ in range(models)]
     while now_s < 40 * made.switch_wait_s:

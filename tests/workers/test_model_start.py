@@ -1,8 +1,8 @@
-"""A model process starts, computes one item and exits: a quick check that workers can start.
+"""A model process starts, computes one item, and exits: a quick check that workers can start.
 
 The other model process tests are slow, so without this one, the quick tests would miss a wrong
-argument passed from the pool to the model. The model is a table of two numbers per token, in ONNX
-Runtime, because importing torch takes seconds.
+argument passed from the pool to the model. The model is a table of two numbers per token, run in
+ONNX Runtime, because importing torch takes seconds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Weights that are offloaded and loaded back.
+"""Weights are offloaded and loaded back.
 
 On a CPU, the same code moves them, but pinned memory is ordinary memory.
 """
@@ -19,7 +19,7 @@ ROOM = 10**9
 
 
 class Holder:
-    """A model as offloading sees it: our own object with a network somewhere inside."""
+    """A model as the offloading code sees it: our object with a network somewhere inside."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         self.device_name = "cuda, as it were"

@@ -217,7 +217,7 @@ async def test_an_item_that_the_model_fails_on_fails_alone(redis_url: str, tmp_p
 async def test_a_gpu_that_fails_with_two_batches_counts_once(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Two failures in a row make a worker exit, so a failure must not count once per batch."""
+    """Two failures in a row make a worker exit, so one failure must not count for each batch."""
     (tmp_path / "sick").touch()
     lost = metric("lost_gpus_total")
     async with overlapping(redis_url, tmp_path) as worker:
@@ -233,7 +233,7 @@ def one_token() -> list[PreparedText]:
 
 @asynccontextmanager
 async def on_device(folder: Path, call_s: float) -> AsyncIterator[ModelPool]:
-    """A model process with a device that takes `call_s` per call."""
+    """A model process whose device takes `call_s` per call."""
     command = async_device.command(call_s, overlaps=True)
     hosted = [HostedModel(MODEL, folder)]
     async with ModelPool(hosted, device="cpu", processes=1, command=command) as pool:

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow(about_s=3), pytest.mark.anyio]
 UNHEARD_OF = 10**6
 """A token id that no model has.
 
-No preparer lets it through, so it represents any item that breaks a model.
+No preparer accepts it, so it represents any item that breaks a model.
 """
 
 
@@ -49,7 +49,10 @@ def folder(entry: Model) -> Path:
 
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[ModelPool]:
-    """One pool for all tests. If a test kills a process, it is restarted for the next test."""
+    """One pool for all tests.
+
+    If a test kills a process, the process is restarted for the next test.
+    """
     async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
 

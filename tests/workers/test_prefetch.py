@@ -38,7 +38,7 @@ def hub() -> Iterator[Hub]:
 def weights(
     hub: Hub, folder: Path, *words: str, catalog: str = CATALOG
 ) -> subprocess.CompletedProcess[str]:
-    """`penstock weights prefetch` as a user runs it, with the token in a file."""
+    """Runs `penstock weights prefetch` as a user would, with the token in a file."""
     (folder / "token").write_text(TOKEN)
     (folder / "models.yaml").write_text(catalog)
     command = [sys.executable, "-m", "infra.cli.main", "weights", "prefetch"]

@@ -18,7 +18,7 @@ GREEN = RgbImage(4, 2, b"\0\xff\0" * 8)
 
 
 async def drawing(worker: WorkerHarness, name: str) -> None:
-    """Has a worker compute a prediction that reports progress and has not finished."""
+    """Has a worker compute a prediction that has reported progress but not finished."""
     await worker.stores.predictions.create(name, "t", b"{}", deadline_s=2e9, keep_s=60)
     worker.process.gate.clear()
     worker.process.started.clear()

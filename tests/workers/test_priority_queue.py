@@ -58,7 +58,7 @@ def text(
 
 
 class Priorities:
-    """A model process that computes `speed` work per second, and a clock."""
+    """A model process that computes `speed` units of work per second, and a clock."""
 
     def __init__(self, budget: int = 1000, speed: float = 10_000.0, fixed_s: float = 0.0) -> None:
         self.queue = PriorityQueue(budget, max_items=64)
@@ -73,7 +73,7 @@ class Priorities:
             self.queue.add(text(length, priority, self.now_s, **fields))
 
     def run(self) -> dict[str, int]:
-        """Runs the next batch. Returns its work, keyed by priority."""
+        """Runs the next batch. Returns the work, keyed by priority."""
         batch = self.queue.take(1, lambda queued: True, self.now_s)
         work = {"interactive": 0, "batch": 0}
         for queued in batch:
@@ -196,7 +196,7 @@ class Trial:
     Args:
         size: number of initial items, which fill one batch.
         poisons: the items that kill the process.
-        killed_runs: runs that are killed from outside.
+        killed_runs: runs that are killed by something external.
     """
 
     def __init__(self, size: int, poisons: set[int], killed_runs: set[int]) -> None:

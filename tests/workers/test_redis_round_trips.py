@@ -1,7 +1,7 @@
 """How often a worker's job waits for Redis before its reply is published.
 
-Together with the API's round trips (tests/api/test_redis_round_trips.py), this is the full cost of
-a distant Redis for a request: at most two trips for an embedding whose job arrives immediately.
+Together with the API's round trips (tests/api/test_redis_round_trips.py), this is everything a
+distant Redis adds to a request: at most two trips for an embedding whose job arrives immediately.
 """
 
 from pathlib import Path
@@ -17,8 +17,7 @@ from tests.workers.worker_harness import WorkerHarness, running_worker
 pytestmark = pytest.mark.anyio
 ENDLESS_S = 10 * WAIT_LIMIT_S
 AGE_S = 20.0
-"""Age of a job that has waited in the topic long enough for the API's cache lookup to be
-outdated.
+"""Age of a job that has waited in the topic so long that the API's cache lookup is out of date.
 """
 
 
@@ -28,7 +27,7 @@ async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
 
 
 class PatientCache(ResultCache):
-    """Waits for Redis longer than the test does."""
+    """Waits longer for Redis than the test does."""
 
     def __init__(self, redis_url: str, memory_bytes: int) -> None:
         super().__init__(redis_url, memory_bytes, timeout_s=ENDLESS_S)

@@ -15,7 +15,7 @@ from workers.jobs import registry
 
 pytestmark = pytest.mark.anyio
 NAMES = ("a", "b", "c", "d")
-"""As many as the model's batch size."""
+"""The same as the model's batch size."""
 
 
 async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) -> list[str]:
@@ -48,7 +48,7 @@ async def until_all_wait(harness: WorkerHarness) -> None:
 async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
     """Lets the model continue once all jobs are waiting.
 
-    If `canceled` is given, that record is canceled without the worker being notified.
+    If `canceled` is given, that record is canceled without notifying the worker.
     """
     await until_all_wait(harness)
     if canceled:
@@ -63,7 +63,7 @@ def handed_back() -> float:
 
 
 def sizes(harness: WorkerHarness) -> list[int]:
-    """The number of replies in each message after the first job's."""
+    """The number of replies in each message after the first job's message."""
     return [int(one.attributes.get("replies", "1")) for one in harness.reply_messages[1:]]
 
 

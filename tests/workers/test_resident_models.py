@@ -1,4 +1,4 @@
-"""Models under a memory budget: which ones stay or are unloaded, and which events are reported.
+"""Models under a memory budget: which ones stay, which are unloaded, and which events are reported.
 
 The models only count calls.
 """
@@ -17,8 +17,8 @@ from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
-"""Each model's file size, which is far more than this process grows when it loads a model that only
-counts.
+"""Each model's file size, which far exceeds the amount this process grows when it loads a model
+that only counts.
 """
 
 
@@ -53,7 +53,7 @@ class CountingModel:
 
 
 class Bench:
-    """Three models with files of BYTES each, and the events that happened to them."""
+    """Three models with files of BYTES each, and their events."""
 
     def __init__(self, folder: Path, room: float) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""The spans of a worker's jobs, built from times that the worker measures anyway."""
+"""The spans of a worker's jobs, built from times that the worker already measures."""
 
 from __future__ import annotations
 

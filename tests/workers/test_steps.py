@@ -176,7 +176,7 @@ async def test_texts_beside_each_other_share_the_seconds_of_the_worker(
         items, seconds, beside = (now - then for now, then in zip(computed(), before, strict=True))
         assert items == 4
         assert beside > 4
-        # The shares reported to the texts add up to exactly the worker's time.
+        # The time shares reported for the texts add up to exactly the worker's time.
         shares_ms = [one.inference_ms / one.batch_size for one in receipts]  # type: ignore[operator]
         assert seconds == pytest.approx(sum(shares_ms) / 1000)
 
@@ -218,7 +218,7 @@ def computed() -> list[float]:
 
 
 def _total(sample: str) -> float:
-    """A metric's sum over all models."""
+    """A metric, summed over all models."""
     found = (one for metric in REGISTRY.collect() for one in metric.samples)
     return sum(one.value for one in found if one.name == sample)
 
@@ -304,7 +304,7 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         assert text_of(found.pop("e")) == "eee"
         for name, done in found.items():
             assert text_of(done) == (name * tokens)[:tokens]
-        # A speller reports its last run's letters as cached tokens.
+        # A speller reports the letters from its last run as cached tokens.
         assert sorted(map(_computed, found.values())) == [tokens - FIRST_LETTERS] + [tokens] * 3
 
 

@@ -65,7 +65,7 @@ async def test_files_of_predictions_and_flows_count_until_they_are_gone(
 async def test_every_file_counts_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that have expired but have not been removed yet don't hide others."""
+    """Files that have expired but haven't been removed yet don't hide other files."""
     monkeypatch.setattr(storage_module, "MAX_FILES", 3)
     objects, now_s = ObjectStore(f"file://{tmp_path}"), 2_000_000_000.0
     storage = storage_module.Storage(objects, clock=lambda: now_s)

@@ -196,7 +196,7 @@ async def attempts_of(harness: WorkerHarness, record_id: str) -> int:
 
 
 async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
-    """Recreates the state that two workers leave behind when they die with these jobs."""
+    """Recreates the state that two workers leave when they die while holding these jobs."""
     for _ in range(2):
         await harness.stores.records.claim(list(records))
 
@@ -355,7 +355,7 @@ async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
         await harness.process.started.wait()
         link.open()
         assert (await harness.reply()).body.outcomes[0].status == "canceled"
-        # Twice if the batch was still running when the listener came back.
+        # It is canceled twice if the batch was still running when the listener came back.
         assert harness.process.cancels
 
 

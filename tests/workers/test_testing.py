@@ -191,7 +191,7 @@ async def test_results_are_found_again_with_a_redis(redis_url: str) -> None:
 
 
 def test_example_passes_as_its_page_says() -> None:
-    """Runs in a separate process, using the folder and the command given on the page."""
+    """Runs in a separate process, using the folder and the command given on the docs page."""
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     done = subprocess.run(
         [

@@ -131,7 +131,7 @@ async def test_bad_item_fails_alone(redis_url: str, tmp_path: Path, text: str) -
 
 
 class FragilePreparer(LetterPreparer):
-    """Fails like a faulty tokenizer or template."""
+    """Fails the way a faulty tokenizer or template would."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         if any(isinstance(given, TextInput) and given.text == "?" for given in inputs):

@@ -121,7 +121,7 @@ class LetterProcess(LoneBatches):
     """Returns the text itself; `gate` pauses it, and `deaths` is how many times it dies first.
 
     "!" fails by itself, "†" kills the process each time, and "short" runs out of memory in a batch.
-    `is_deaf`: the process has no steps, so it never receives cancels.
+    `is_deaf`: the process has no steps, so it never receives cancellations.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class LetterPool:
 
 
 class WorkerHarness:
-    """The caller's side: sends jobs, receives replies, sees rows."""
+    """The caller's side: sends jobs, receives replies, and sees rows."""
 
     def __init__(
         self,
@@ -505,7 +505,7 @@ async def _receive(harness: WorkerHarness) -> None:
 
 
 def replies_in(message: ReceivedMessage) -> list[Reply]:
-    """The replies in a message, which may be one or several."""
+    """The replies in a message: one or several."""
     if not is_reply_batch(message.attributes):
         return [decode_reply(message.data, message.attributes)]
     slot = message.attributes.get("slot", "")

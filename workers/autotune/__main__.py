@@ -40,8 +40,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     configure_logs("WARNING")
-    # Without this, the process would outlive a killed worker, and the next worker would measure
-    # alongside it.
+    # Without this, the process would outlive a killed worker, and the next worker would run its
+    # measurements at the same time.
     die_with_parent()
     entry = Model.model_validate_json(arguments.model)
     tuning = msgspec.json.decode(arguments.settings, type=TuningSettings)

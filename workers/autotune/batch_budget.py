@@ -37,7 +37,7 @@ class BudgetTiming(msgspec.Struct, kw_only=True):
 
 
 Measure = Callable[[int], BudgetTiming]
-"""Times batches with a given number of tokens, until the device has finished them.
+"""Times batches with a given number of tokens, measured until the device has finished.
 
 Raises:
     OutOfMemory: the device has too little memory.
@@ -50,8 +50,8 @@ def find_budget(
     """Returns the number of tokens that a batch should have, and all timings in order.
 
     Doubles the usual number for as long as doing so pays off. If the usual number already takes too
-    long, continues with the largest half, quarter, or eighth that should not, so that a slow device
-    times few batches.
+    long, continues with the largest of a half, a quarter, or an eighth of it that should be fast
+    enough, so that a slow device times few batches.
 
     Args:
         usual_tokens: tokens in the first batch.

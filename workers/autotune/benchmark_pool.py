@@ -137,7 +137,8 @@ def _predict(model: InferenceModel, texts: Sequence[PreparedText]) -> list[np.nd
 def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> int:
     """Returns a call's fixed cost in tokens, from a least-squares fit to the times of _SHAPES.
 
-    It minimizes relative errors, so short calls, which reveal the cost, count as much as long ones.
+    It minimizes relative errors, so short calls, which reveal the fixed cost, count as much as long
+    ones.
     """
     loaded = _load_target(target)
     times_s, tokens = [], []
@@ -164,7 +165,7 @@ def call_s(target: BenchmarkTarget, text: PreparedText) -> float:
 
 
 def peak_memory_bytes(target: BenchmarkTarget) -> int:
-    """Returns this process's maximum memory, or its maximum GPU memory if it uses a GPU."""
+    """Returns this process's peak memory, or its peak GPU memory if it uses a GPU."""
     if _load_target(target).model.device_name == "cpu" or "torch" not in sys.modules:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(sys.modules["torch"].cuda.max_memory_allocated())

@@ -15,15 +15,15 @@ works just as well.
 
 
 LONE_THREADS_MAX = 8
-"""Maximum threads for ONNX Runtime. More threads don't speed up the matrix products for a single
-short text.
+"""Maximum number of threads for ONNX Runtime. More threads don't speed up the matrix products for a
+single short text.
 """
 
 
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """Returns the backends that entry, artifact, and machine allow, and findings on the others.
+    """Returns the backends that the entry, artifact, and machine allow, and findings on the others.
 
     Backends that are likely to be faster come first.
     """
@@ -84,12 +84,14 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
 def choose_layout(
     processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch"
 ) -> Layout:
-    """Returns the processes and threads for an embedding model. Given values (not 0) are kept.
+    """Returns the number of processes and threads for an embedding model.
 
-    On a GPU, threads don't matter and multiple processes would have to share its time, so the
-    default is one process per GPU. ONNX Runtime's threads sleep while they wait, so every process
-    can have one per core: a single batch uses all of them, and under load the processes share them
-    at little cost. Torch's threads spin, so its processes divide the cores.
+    Given values (not 0) are kept.
+
+    On a GPU, threads don't matter, and multiple processes would have to share the GPU's time, so
+    the default is one process per GPU. ONNX Runtime's threads sleep while they wait, so every
+    process can have one per core: a single batch uses all of them, and under load the processes
+    share them at little cost. Torch's threads spin, so its processes divide the cores.
     """
     cores = machine.cores
     if is_gpu:
@@ -104,11 +106,11 @@ def choose_layout(
 def choose_unmeasured_layout(
     processes: int, threads: int, machine: Machine, *, is_wide: bool
 ) -> Layout:
-    """Returns the layout for a model that isn't measured. Given values (not 0) are kept.
+    """Returns the layout for a model that isn't measured. Any values given (not 0) are kept.
 
     Args:
         processes: 0 means as many as the cores allow, with the resulting number of threads.
-        is_wide: True if the processes divide all cores. Otherwise each has one thread.
+        is_wide: True if the processes divide all cores. Otherwise, each has one thread.
     """
     if threads:
         return Layout(processes, threads)
@@ -118,7 +120,7 @@ def choose_unmeasured_layout(
 def choose_shared_layout(layout: Layout, machine: Machine) -> Layout:
     """Returns the layout for several models, the first of which was measured in `layout`.
 
-    torch may run one of the others, so the processes divide the cores.
+    torch may run one of the other models, so the processes divide the cores.
     """
     return Layout(
         layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes)))

@@ -1,4 +1,4 @@
-"""A choice of backend and batch size with its figures, as saved on disk."""
+"""A choice of backend and batch size and its measurements, as saved on disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROVISIONAL_S = 24 * 60 * 60.0
 
 
 class Layout(NamedTuple):
-    """The number of model processes, and the threads in each."""
+    """The number of model processes, and the number of threads in each."""
 
     processes: int
     threads: int
@@ -45,8 +45,8 @@ class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, kw_only=True):
     """The measurements of one candidate.
 
-    Cosines compare it with torch fp32 on the calibration set. `texts_per_s` is 0 if it was not
-    timed. `reason` explains why the candidate was ruled out, or is empty.
+    Cosine similarities compare it with torch fp32 on the calibration set. `texts_per_s` is 0 if it
+    was not timed. `reason` explains why the candidate was ruled out, or is empty.
     """
 
     name: str
@@ -59,8 +59,8 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """The choice for a worker: the backend, its processes and threads, and the reason.
 
-    `batch_tokens`: tokens per batch on this device. 0: not measured. `budgets` are the timings it
-    was based on. `is_provisional`: True if something could not be measured.
+    `batch_tokens`: tokens per batch on this device. 0: not measured. `budgets` are the timings that
+    this number is based on. `is_provisional`: True if something could not be measured.
     """
 
     backend: Backend

@@ -116,7 +116,7 @@ def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
 
 
 async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: str) -> Choice:
-    """Chooses in a separate process. Falls back to torch if that fails."""
+    """Chooses in a separate process. Falls back to torch if that process fails."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
     words += [f"--settings={msgspec.json.encode(tuning).decode()}"]
     process = await asyncio.create_subprocess_exec(

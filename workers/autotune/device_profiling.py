@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def profile_device(settings: WorkerSettings, say: Say) -> Path:
-    """Measures the model in `settings` on this machine, and writes its profile. Returns the path.
+    """Measures the model in `settings` on this machine and writes its profile. Returns the path.
 
     Raises:
         ConfigurationError: the model can't be measured here.
@@ -103,7 +103,7 @@ def _rates(
     sizes: Sequence[int],
     say: Say,
 ) -> dict[int, float]:
-    """Returns tokens per second by tokens per batch, for the sizes that fit into memory."""
+    """Returns tokens per second for each number of tokens per batch that fits into memory."""
     rates = {}
     for tokens in sizes:
         try:
@@ -155,7 +155,7 @@ def _profile_images(
 
 
 def _sizes(entry: Model) -> list[tuple[int, int]]:
-    """Returns the default size, and twice that size if requests can ask for it."""
+    """Returns the default size, and also twice that size if requests can ask for it."""
     width, height = entry.image.width, entry.image.height
     is_doubled = 4 * width * height <= entry.image.largest_pixels
     return [(width, height), *([(2 * width, 2 * height)] if is_doubled else [])]
@@ -164,7 +164,7 @@ def _sizes(entry: Model) -> list[tuple[int, int]]:
 def _time_images(
     entry: Model, folder: Path, model: InferenceModel, width: int, height: int, say: Say
 ) -> list[ImageTiming]:
-    """Times one image, and a full batch."""
+    """Times one image and then a full batch."""
     usual = entry.image
     inputs = [
         ImageInput(

@@ -2,8 +2,8 @@
 
 Then determines the number of tokens per batch for that backend (batch_budget.py).
 
-Candidates are timed in alternation, and each one's best reading counts because other programs can
-only slow it down (decision 146).
+Candidates are timed in alternation, and only each one's best reading counts, because other programs
+can only slow it down (decision 146).
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ MEASURE_LIMIT_S = 10.0
 """No reading starts after this time, except the first. Loading libraries takes extra time."""
 RATE_S = 0.5
 READ_AGAIN_S = 1.0
-"""Duration up to which a batch is timed twice, because the first time may include loading a GPU's
+"""Duration up to which a batch is timed twice, because the first run may include loading a GPU's
 kernels. The effect on a longer batch is negligible.
 """
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
-"""Token counts of the timed texts: 60% about 12, 30% about 60, 10% about 230."""
+"""Token counts of the timed texts: 60% are about 12, 30% about 60, and 10% about 230."""
 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], float]
-"""Measures a loaded backend's throughput in a layout with these texts, in texts per second."""
+"""Measures a loaded backend's throughput with these texts in a given layout, in texts per second.
+"""
 
 LIBRARY_OF = {
     "torch": "workers.models.embedding.encoder_torch",
@@ -90,7 +91,7 @@ class SearchSpec:
         return self.entry.batch != self.entry.usual_batch
 
     def layout(self, backend: Backend) -> Layout:
-        """Returns the processes and threads that `backend` would run with."""
+        """Returns the number of processes and threads that `backend` would run with."""
         return choose_layout(
             self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend
         )
@@ -98,7 +99,7 @@ class SearchSpec:
 
 @dataclass(eq=False)
 class _Option:
-    """A backend within the tolerance, with its figures."""
+    """A backend within the tolerance, with its measurements."""
 
     backend: Backend
     layout: Layout
@@ -161,7 +162,7 @@ def _find_fastest(
     clock: Callable[[], float],
     readings: int,
 ) -> _Option | None:
-    """Returns the fastest option, or the first one within MARGIN of it.
+    """Returns the fastest option, or the first one within MARGIN of the fastest.
 
     Fills in the findings. None if no option could be timed.
     """
@@ -199,7 +200,7 @@ def _find_budget(
 ) -> None:
     """Times batches in the chosen backend and layout, and adds the result to `choice`.
 
-    If there is no result, such as when a process died, batches use the usual size for a day.
+    If there is no result, for example because a process died, batches use the usual size for a day.
     """
 
     def measure_batch(tokens: int) -> BudgetTiming:

@@ -1,4 +1,4 @@
 """Functions that receive Pub/Sub pushes.
 
-One replies to the callers of dead-lettered jobs, another delivers webhooks.
+One replies to the callers of dead-lettered jobs, and another delivers webhooks.
 """

@@ -131,7 +131,7 @@ class FunctionConsumer:
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Receives messages inside the context. Messages still held at exit are finished."""
+        """Receives messages while the context is open. Messages still held at exit are finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(
@@ -152,7 +152,7 @@ class FunctionConsumer:
                     await subscription.stop()
 
     async def _take(self, subscription: QueueSubscription, function: str) -> None:
-        """Handles messages until the subscription stops, as concurrently as it allows."""
+        """Handles messages until the subscription stops, with as much concurrency as it allows."""
         running: set[asyncio.Task[None]] = set()
         async for message in subscription:
 

@@ -101,7 +101,7 @@ class DeadLetters:
         self._flows = FlowEngine(catalog, records, runs, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
-        """Handles the parts of dead-lettering a job that the worker couldn't.
+        """Performs the dead-lettering steps that a job's worker couldn't.
 
         Raises:
             UndecodableMessage: the message does not identify its job.

@@ -136,7 +136,7 @@ class RowTable:
         self._waiting = _Group()
 
     async def write(self, rows: list[Row]) -> None:
-        """Same as `insert`, for rows of items."""
+        """Same as `insert`, but for rows of items."""
         await self.insert([fields_of(row) for row in rows])
 
     async def insert(self, rows: list[Fields]) -> None:

@@ -1,8 +1,8 @@
-"""Handles a message that was pushed, or pulled from a queue.
+"""Handles a message, whether it was pushed or pulled from a queue.
 
 Authenticates the caller, decodes the message, runs the function, and responds with a status.
 
-A 2xx acknowledges a message. After any other status, Pub/Sub sends the message again with
+A 2xx status acknowledges a message. After any other status, Pub/Sub sends the message again with
 increasing backoff. For that reason, a message that can never be handled also gets a 2xx, and is
 counted and logged with its IDs. Message contents are never logged.
 

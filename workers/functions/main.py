@@ -8,7 +8,7 @@ CloudEvents and raw pushes (handler.py explains why).
 
 `reports` handles a Cloud Scheduler call: it aggregates past days, or checks the current day's hours
 for anomalies. The body is JSON: `{}` for the most recent days, `{"from": "2026-10-01", "to":
-"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that have ended. Cloud
+"2026-10-31"}` for a backfill, or `{"only": "anomalies"}` for the hours that have ended. Cloud
 Scheduler retries any call that doesn't get a 2xx response.
 """
 
@@ -47,7 +47,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""How far a run may exceed its time limit to finish its current step."""
+"""How far past its time limit a run may go to finish its current step."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",

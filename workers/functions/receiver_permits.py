@@ -8,8 +8,8 @@ not count as an attempt, so there is no row, no entry in the webhook log, and no
 giving up on the event.
 
 A receiver that didn't respond is left alone for a pause that doubles each time, and then receives
-one message at a time until it responds. Once it is quick again, it gets all waiting messages as the
-broker delivers them.
+one message at a time until it responds. Once it responds quickly again, it gets all waiting
+messages as the broker delivers them.
 
 The state is local to the process. No other process needs it, because it only limits the messages
 held by this process.
@@ -81,7 +81,7 @@ class _Tenant:
     running: int = 0
     unproven: int = 0
     unanswered: int = 0
-    """Consecutive deliveries to unproven receivers that got no response."""
+    """Consecutive deliveries to the tenant's unproven receivers that got no response."""
     waiting: int = 0
     freed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -205,6 +205,6 @@ class ReceiverPermits:
 
 
 def _origin(url: str) -> str:
-    """Returns scheme, host and port, because a tenant may use a different path per prediction."""
+    """Returns scheme, host, and port, because a tenant may use a different path per prediction."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"

@@ -263,7 +263,7 @@ class Webhooks:
     async def _post_and_log(
         self, prediction: Prediction, record: Record, delivery: WebhookDelivery, turn: Turn
     ) -> WebhookResponse:
-        """Posts, and logs the result.
+        """Posts the event and logs the result.
 
         The receiver's response is not written to any log that a caller can read.
         """
@@ -375,7 +375,7 @@ class _Notice(NamedTuple):
 
     kind: str
     identity: str
-    """It is the same each time the event is announced, so that the event's ID is the same too."""
+    """It is the same each time the event is published, so the event's ID is the same too."""
     data: dict[str, Any]
     facts: dict[str, str]
     """Fields for log entries."""

@@ -1,4 +1,4 @@
-"""Computes a job's reply and its record's state from its items' outcomes.
+"""Computes a job's reply and its record's state from the outcomes of its items.
 
 A generation that ends without a result is charged only for the tokens that its readers received.
 """
@@ -86,7 +86,10 @@ def _with_partial(
 
 
 def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:
-    """Returns whether the tokens read are charged. A class may reject an input at a late stage."""
+    """Returns whether the tokens that were read are charged for.
+
+    A class may reject an input at a late stage.
+    """
     is_text = isinstance(item.input, GenerationInput)
     return outcome.status in ENDED_BY_CALLER or (is_text and is_ended_by_caller(outcome))
 

@@ -43,12 +43,12 @@ class BatchRun:
         self._running: RunningBatch | None = None
         self._noted = AsyncExitStack()
         self.died_with_others = False
-        """True if the process had other batches when it died."""
+        """True if the process was also running other batches when it died."""
 
     async def start(self, on_over: Callable[[], None]) -> str:
         """Sends the batch.
 
-        If the process has died by then, returns the reason, otherwise an empty string.
+        Returns the reason if the process has died by then; otherwise, returns an empty string.
 
         Args:
             on_over: called when the batch has finished.
@@ -77,7 +77,7 @@ class BatchRun:
 
     @property
     def has_died(self) -> bool:
-        """True if the process died while it had the batch."""
+        """True if the process died while it was running the batch."""
         return (
             self._running is not None
             and self._running.done.done()

@@ -2,7 +2,7 @@
 
 Workers for both revisions count their items' results. The canary's workers report that they are
 alive. If none are alive, or the canary was rolled back, the other revision's workers also pull from
-the canary's subscriptions and forward the jobs, so that none are stranded.
+the canary's subscriptions and forward the jobs, so no jobs are stranded.
 
 Canary jobs that fail or take too long are handed over to the other revision. The caller therefore
 gets the other revision's response instead of the canary's error.
@@ -43,7 +43,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 ROUNDING_S = 0.01
-"""Tolerance for a remaining time, because it is the difference between two Unix times."""
+"""Tolerance for the remaining time, because it is the difference between two Unix times."""
 
 
 class Forwarding:
@@ -59,7 +59,7 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try because an item failed for any reason.
+        """Returns whether the other revision must try it because an item failed for any reason.
 
         An invalid input fails there too, but with the error messages that callers are used to.
         """
@@ -134,7 +134,7 @@ class CanaryShare:
     def count_late(self, pulled: PulledJob) -> None:
         """Counts the items in a job that took too long here.
 
-        If its caller allowed less time than usual, counts only how long it took.
+        If its caller allowed less time than usual, counts only how long the job took.
         """
         if pulled.envelope.priority != "interactive":
             return
@@ -167,7 +167,10 @@ class CanaryShare:
             metrics.CANARY_COMPARED.labels("yes" if is_close else "no").inc()
 
     async def run(self, subscriber: Subscriber, is_ready: Callable[[], bool]) -> None:
-        """Keeps the canary_store up to date, and drains. Runs until canceled."""
+        """Keeps the canary_store up to date, and drains the canary's subscriptions.
+
+        Runs until canceled.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._refresh_all(is_ready))
@@ -218,7 +221,7 @@ class CanaryShare:
                 await asyncio.sleep(DRAIN_RETRY_S)
 
     async def _drain(self, subscriber: Subscriber) -> None:
-        """Forwards the canary's jobs until the canary serves again."""
+        """Forwards the canary's jobs until the canary is serving again."""
         async with AsyncExitStack() as stack:
             pulling = []
             for name in (workers_subscription_id, batch_subscription_id):

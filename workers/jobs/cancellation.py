@@ -54,7 +54,7 @@ class Cancellation:
                     self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
-        """Drops the items in a job that didn't start before its queue limit."""
+        """Drops a job's items that didn't start before the queue limit."""
         started = _items_in(self._queue.running, pulled)
         for item in pulled.items:
             if item.index not in started and item.index not in pulled.outcomes:
@@ -107,7 +107,7 @@ def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Rec
 
 
 def _items_in(batches: Iterable[Sequence[QueuedItem]], pulled: PulledJob) -> dict[int, QueuedItem]:
-    """Returns the job's items in `batches`, by index."""
+    """Returns the job's items that are in `batches`, keyed by index."""
     return {
         item.index: queued
         for batch in batches

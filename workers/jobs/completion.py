@@ -9,11 +9,12 @@ Most jobs finish in the same event loop iteration as the rest of their batch, an
 steps. All such jobs with the same inbox go through each step together, in one task
 (`_finish_together`).
 
-Pure functions convert the outcomes of a job's items to the record's state, and the record to rows.
-A generation that ends without a result is charged only for the tokens that its readers received.
+Pure functions convert the outcomes of a job's items into the record's state, and the record into
+rows. A generation that ends without a result is charged only for the tokens that its readers
+received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
-contain keys for the largest results; replies also contain keys for smaller ones.
+contain only keys for the largest results; replies also contain keys for smaller ones.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ class Completion:
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Finishes the record and publishes the reply concurrently. Returns the reply.
 
-        The caller accepts the first reply, and doesn't need Redis to receive it.
+        The caller accepts the first reply, and receiving it doesn't require Redis.
         """
         reply, now_s = await self.large_results.for_reply(pulled.envelope, ours), time.time()
         ours, reply = in_time(pulled, ours, now_s), in_time(pulled, reply, now_s)
@@ -414,7 +415,7 @@ class Completion:
             self._rows.write(*rows, on_safe=on_safe)
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Caches results, and marks unpaid results as unpaid again."""
+        """Caches results, and marks results that were not paid for as unpaid again."""
         ttl_s, results, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:

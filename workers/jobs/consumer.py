@@ -41,7 +41,7 @@ from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, PulledJob, Queued
 from workers.tasks import WORKER_TASKS
 
 CANARY_PART = 0.5
-"""Share of a job's time available to a canary. Jobs not finished by then are forwarded."""
+"""Share of a job's time that a canary may use. Jobs not finished by then are forwarded."""
 ADMIT_MESSAGES_MAX = 256
 """Maximum number of messages to admit together, with one cache lookup and one tokenizer call for
 all of them.
@@ -124,7 +124,7 @@ class JobConsumer:
     ) -> list[asyncio.Task[None]]:
         """Starts pulling and admitting.
 
-        Returns the tasks, which stop only on an error. The caller cancels them.
+        Returns the tasks, which stop only if there is an error. The caller cancels them.
 
         Args:
             on_queued: called when there are more items to take.
@@ -153,7 +153,7 @@ class JobConsumer:
         )
 
     async def cancel(self, record: str | None) -> None:
-        """Drops a canceled record's jobs.
+        """Drops the jobs of a canceled record.
 
         None means that some cancellations may have been missed.
         """
@@ -260,7 +260,7 @@ class JobConsumer:
             self.cancellation.on_unwanted()
 
     def _is_forwarded(self, pulled: PulledJob) -> bool:
-        """Forwards a job that reached a canary after it was rolled back."""
+        """Forwards a job that reached a canary after the canary was rolled back."""
         part = self._completion.canary
         if self._forwarding is None or part is None or not part.is_taken_back:
             return False
@@ -305,7 +305,7 @@ class JobConsumer:
         self.queue.on_queued()
 
     def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
-        """Returns the work counted for an input that could not be prepared.
+        """Returns the amount of work counted for an input that could not be prepared.
 
         Measuring a custom class's input takes little work, unless the measurement reached its time
         limit.

@@ -54,11 +54,11 @@ FASTEST = 0
 PROGRESS_EVERY_S = 0.5
 
 OUTPUT_EVENT_EVERY_S = 0.6
-"""Interval between two events for growing output. The function that delivers them drops events that
-arrive within 0.5 s of the last one.
+"""Interval between two events about growing output. The function that delivers them drops events
+that arrive within 0.5 s of the last one.
 """
 _Reader = tuple[PulledJob, int]
-"""A job, and the index of its item."""
+"""A job and the index of one of its items."""
 _HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
 
 _NEVER = 1 << 62
@@ -153,7 +153,7 @@ class ModelQueue:
         return self._queue.admit(inside, processes, self._is_wanted, time.time())
 
     def to_preempt(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
-        """Returns one process's items to preempt in favor of another item."""
+        """Returns the items in one process to preempt in favor of another item."""
         return self._queue.to_preempt(inside, self._is_wanted)
 
     def item_ended(self, queued: QueuedItem, done: BatchResult) -> None:
@@ -531,7 +531,7 @@ class TokenOutput:
             for _, (pulled, index), chunk in due
         ]
         ends = await self._streams.append(written)
-        if ends is None:  # no Redis, so everything is sent with the next tokens
+        if ends is None:  # Redis is unavailable, so everything is sent with the next tokens
             return
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
             # A reader whose record has been claimed by another worker gets nothing more from this

@@ -1,7 +1,7 @@
 """Stores results that are too large for a message in the object store.
 
-Records and the cache contain keys for the largest results; replies also contain keys for smaller
-ones.
+Records and the cache contain only keys for the largest results; replies also contain keys for
+smaller ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KEEP_LIMIT_S = 60.0
 
 
 class LargeResults:
-    """Stores results' blobs that are too large for a record or a reply.
+    """Stores the blobs of results that are too large for a record or a reply.
 
     Args:
         reply_limit_bytes: maximum size of a blob in a reply, at most the maximum in a record.

@@ -28,7 +28,7 @@ class Preprocessor:
     """Prepares all items in a single call.
 
     Args:
-        on_thread: True to prepare items on a thread, because that takes milliseconds.
+        on_thread: True to prepare items on a thread, because preparation takes milliseconds.
     """
 
     def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:

@@ -52,7 +52,7 @@ REASON_LIMIT_BYTES = 1000
 class JobRegistry:
     """Holds pulled jobs, and the background tasks that work on them, until both are finished.
 
-    Flow control limits how many jobs and tasks there are. Only this class acks or nacks a job.
+    Flow control limits the number of jobs and tasks. Only this class acks or nacks a job.
     """
 
     def __init__(self, records: Records) -> None:
@@ -62,7 +62,7 @@ class JobRegistry:
         self._idle = asyncio.Event()
         self._idle.set()
         self.completion = SmoothedDuration()
-        """Measures the time between a job's last item outcome and its ack."""
+        """Measures the time between the outcome of a job's last item and the job's ack."""
         self.is_leaving = False
         """True if the worker is shutting down. If the worker dies after that, no job is at fault.
         """
@@ -75,8 +75,8 @@ class JobRegistry:
     def find(self, record: str | None = None) -> list[PulledJob]:
         """Returns all jobs, or the jobs of one record.
 
-        After a redelivery, one record can have two jobs. A flow run's record matches its steps'
-        jobs.
+        After a redelivery, one record can have two jobs. A flow run's record matches the jobs of
+        its steps.
         """
         return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
@@ -184,7 +184,7 @@ class ReplyPublisher:
     async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
         """Publishes replies for one inbox, and waits until the broker has them.
 
-        Returns what `publish` would return or raise for each reply. Replies in one message all
+        Returns what `publish` would return or raise for each reply. All replies in one message
         succeed or fail together.
         """
         sent: list[bool | PenstockError] = []

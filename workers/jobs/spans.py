@@ -72,7 +72,7 @@ def _record_queue(pulled: PulledJob, model: str) -> None:
 def _record_batch(
     pulled: PulledJob, queued_at_s: float, started_at_s: float, items: int, error: str = ""
 ) -> None:
-    """Records the wait for a batch.
+    """Records how long the job waited for a batch.
 
     A coalesced item's wait starts with its own job, not with the earlier job.
     """

@@ -1,8 +1,8 @@
 """Optimized artifacts, which `penstock optimize` writes and workers read and check.
 
-An artifact is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz
-(for embedding models) and the graphs listed in the manifest. The digest covers the source files, so
-an artifact created from different weights is never used.
+An artifact is the folder `<artifacts_dir>/<model>/<digest>/`, which contains manifest.json,
+calibration.npz (for embedding models), and the graphs listed in the manifest. The digest covers the
+source files, so an artifact created from different weights is never used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 3
-"""Also incremented when new artifacts are better. Artifacts with earlier versions are ignored."""
+"""Also incremented when new artifacts are better than old ones. Artifacts with earlier versions are
+ignored.
+"""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"
 _DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
@@ -39,9 +41,10 @@ log = logging.getLogger(__name__)
 class Variant(msgspec.Struct, kw_only=True):
     """A variant of a model that a worker can run, measured against torch fp32.
 
-    Cosines and `ranking_agreement` (0 to 1) were measured on texts not used for calibration.
-    `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it
-    was created (for image models, the options that a worker applies to its pipeline).
+    Cosine similarities and `ranking_agreement` (0 to 1) were measured on texts not used for
+    calibration. `relative_speed` is the speed relative to torch fp32 in the same run. `recipe`
+    records how it was created (for image models, the options that a worker applies to its
+    pipeline).
     """
 
     name: str
@@ -61,13 +64,12 @@ class Variant(msgspec.Struct, kw_only=True):
 class Manifest(msgspec.Struct, kw_only=True):
     """The contents of manifest.json.
 
-    `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
+    `made_by`: the versions of torch, transformers, onnx, and onnxruntime. `measured_on`: the CPU's
     instruction sets that affect speed. `relative_speed` applies only to the same instruction sets,
     while quality applies to all of them (see session_options in
     workers/models/embedding/encoder_onnx.py). A worker that makes a choice measures both for
     itself.
-    `refused`: the variants that were measured but rejected, with the tolerance that each one
-    missed.
+    `refused`: the variants that were measured but rejected, and the tolerance that each one missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -103,7 +105,7 @@ class Artifact:
     def digest(self) -> str:
         """The first 16 hex digits of the manifest's hash.
 
-        The manifest contains the measured figures.
+        The manifest contains the measurements.
         """
         return hashlib.sha256((self.folder / MANIFEST).read_bytes()).hexdigest()[:16]
 
@@ -111,7 +113,7 @@ class Artifact:
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
     """Returns `model`'s artifact for source files with this `digest`.
 
-    None if it doesn't exist or is broken, which is logged.
+    None if it doesn't exist or if it is broken, in which case this is logged.
     """
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
@@ -127,7 +129,7 @@ def read_artifact(folder: Path) -> Artifact:
     """Reads an artifact and checks that it is complete.
 
     Raises:
-        ConfigurationError: a file is missing, unreadable or the wrong size, or the format is
+        ConfigurationError: a file is missing, unreadable, or the wrong size, or the format is
             unknown.
     """
     path = folder / MANIFEST
@@ -200,7 +202,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
 
 
 def write_calibration(folder: Path, calibration: Calibration) -> None:
-    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors` and any `type_ids`."""
+    """Writes calibration.npz: `ids` (flat uint32), `lengths`, `vectors`, and any `type_ids`."""
     import numpy as np
 
     texts = calibration.texts
@@ -222,7 +224,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def lock_file(path: Path) -> Iterator[None]:
-    """Locks the file `path`, after waiting until no other process on this machine has it locked."""
+    """Locks the file `path`, waiting until no other process on this machine holds the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -252,7 +254,7 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
 
 
 def take_over(former: Artifact, draft: Path) -> list[Variant]:
-    """Copies `former`'s graphs into `draft`. Returns their variants for the new manifest."""
+    """Copies `former`'s graphs into `draft`. Returns the graphs' variants for the new manifest."""
     for variant in former.manifest.variants:
         if variant.file:
             shutil.copyfile(former.graph(variant), draft / variant.file)

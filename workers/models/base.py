@@ -40,7 +40,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
     `key`: only items with equal keys may share a batch. `length`: the item's work, in its task's
-    unit, which counts against the batch budget. If a model pads, every item in a call costs as much
+    unit, which counts toward the batch budget. If a model pads, every item in a call costs as much
     as the longest one. `room`: the part of the budget that the item takes if items join and leave
     between steps. 0 means the same as `length`.
     """
@@ -83,7 +83,8 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     `mask`: width x height bytes that set how strongly each pixel is redrawn, from 0 (the source's
     pixel) to 255 (a new pixel). `adapter`: name of an adapter in the catalog, with `adapter_scale`
     as its strength. Empty if there is none. For an adapter specified by URL, the name is its
-    digest, `adapter_key` its key in the object store, and `adapter_owner` its tenant's digest.
+    digest, `adapter_key` is its key in the object store, and `adapter_owner` is its tenant's
+    digest.
     `ip_adapter`: name of an IP-Adapter, with its scale and its image, as RGB pixels of the square
     that its image encoder reads.
     """
@@ -130,8 +131,8 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     tokens, and `checked_schema`, if any, must match the whole text. The other fields have the same
     meaning as in GenerationInput.
 
-    `owner`: only prompts with the same owner share the keys and values of equal prefixes, because
-    `cached_tokens` reveals sharing. If it is empty, nothing is shared.
+    `owner`: only prompts with the same owner share the keys and values of identical prefixes,
+    because `cached_tokens` reveals sharing. If it is empty, nothing is shared.
     """
 
     ids: bytes
@@ -208,7 +209,7 @@ class Preparer(Protocol):
     def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedOutcome]:
         """Returns one outcome per input, in order.
 
-        An invalid input results in a BadInput that names its field.
+        An invalid input results in a BadInput that names the invalid field.
 
         For an input that doesn't need a model, the outcome is its result.
         """
@@ -242,7 +243,7 @@ class InferenceModel(LoadedModel, Protocol):
         """Splits a batch into groups of indices. Each group is one call to `predict`."""
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        """Returns the work of one call with items of these lengths, including padding."""
+        """Returns the work for one call with items of these lengths, including padding."""
 
     def predict(
         self, batch: Sequence[PreparedItem], on_step: OnStep
@@ -250,7 +251,7 @@ class InferenceModel(LoadedModel, Protocol):
         """Returns one outcome per item, in order.
 
         Raises:
-            OutOfMemory: the batch is too large for the device. A smaller one may fit.
+            OutOfMemory: the batch is too large for the device. A smaller batch may fit.
         """
 
 
@@ -291,8 +292,8 @@ class SteppedModel(LoadedModel, Protocol):
         """Admits an item, which the next steps compute.
 
         Raises:
-            PenstockError: the item can't be computed. OutOfMemory: there is no room for it right
-                now.
+            PenstockError: the item can't be computed. OutOfMemory: there is no room for the item
+                right now.
         """
 
     def step(self) -> StepEnd:
@@ -318,7 +319,7 @@ class Resumable(Protocol):
     """
 
     def interrupt(self, slot: int) -> TokenChunk | None:
-        """Removes an admitted item. Returns its output since its last report.
+        """Removes an admitted item. Returns the item's output since its last report.
 
         None if there is none.
         """
@@ -355,6 +356,6 @@ class OutOfMemory(ModelFailed):
 class GpuLost(BaseException):
     """The process can no longer use its GPU. The items are not at fault and can run elsewhere.
 
-    Not an Exception, because an Exception at the boundary with the model libraries fails the items.
-    This exception makes the process exit, so the items are retried.
+    Not an Exception, because at the boundary with the model libraries, an Exception fails the
+    items. This exception makes the process exit, so the items are retried.
     """

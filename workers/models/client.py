@@ -36,8 +36,8 @@ class RunningBatch:
 
     `done` raises ModelProcessDied if the process died, or was killed because the batch took too
     long or the response was invalid. If the batch has steps, `cancel` stops it after the current
-    one, and items without a result fail as canceled. `watch` requests previews of these slots for a
-    moment. Both do nothing once the batch has finished.
+    step, and items without a result fail as canceled. `watch` requests previews of these slots for
+    a moment. Both do nothing once the batch has finished.
     """
 
     done: asyncio.Future[BatchResult]
@@ -75,7 +75,7 @@ class ProcessClient(Protocol):
         """Sends one batch for model number `model` as soon as the process can accept it.
 
         `timeout_s` starts counting when the batch becomes the oldest one in the process, and
-        excludes the time during which the model is set up.
+        excludes the time spent setting up the model.
 
         Raises:
             ModelProcessDied: the process died before accepting the batch.
@@ -117,7 +117,10 @@ class ProcessClient(Protocol):
         """Requests previews of these slots in the batch that runs in steps, for a moment."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Frees these models' memory between two batches. They are loaded again when used."""
+        """Frees these models' memory between two batches.
+
+        The models are loaded again when they are next used.
+        """
 
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Runs until the process has exited for good. Returns the reason, for operators.
@@ -128,7 +131,7 @@ class ProcessClient(Protocol):
 
 
 MakeRoom = Callable[[], Awaitable[bool]]
-"""Evicts other processes' models from the same device. Returns whether there were any."""
+"""Evicts other processes' models from the same device. Returns whether there were any to evict."""
 StartClient = Callable[[MakeRoom], Awaitable[ProcessClient]]
 """Starts a process and waits until it is ready.
 
@@ -149,7 +152,7 @@ class Launch:
 
 
 class ModelProcessDied(ModelFailed):
-    """The process died, hung or sent an invalid message while running the batch."""
+    """The process died, hung, or sent an invalid message while running the batch."""
 
 
 def has_lost_gpu(reason: str) -> bool:

@@ -2,7 +2,7 @@
 
 A model on a CPU runs with as many threads as there are free cores. A computation's threads spin
 while they wait for one another, so a thread without a core delays the others, and their spinning
-delays the process that has that core. For example, two workers with two threads each on the same
+delays whichever process has that core. For example, two workers with two threads each on the same
 two cores generated a combined 114 tokens/s, compared to 364 with one thread each (decision 24).
 """
 
@@ -27,11 +27,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOW_S = 0.3
 """Length of a computation window that is evaluated as a whole."""
 _FREE = 0.75
-"""Minimum share of the time that a thread must have a core to itself. Anything less means there are
-too many threads.
+"""Minimum fraction of the time that a thread must have a core to itself. A lower value means there
+are too many threads.
 """
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
-"""Pause before trying more threads. It doubles each time the new number is too high again."""
+"""Pause before trying more threads. It doubles each time the new thread count turns out to be too
+high again.
+"""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ def memory_errors() -> Iterator[None]:
 def idle_s() -> float:
     """Returns the total idle seconds of all cores on this machine (man 5 proc_stat).
 
-    If the system doesn't report it, returns the total time of all cores, so that more threads are
-    tried after each pause.
+    If the system doesn't report idle time, returns the total time of all cores, so that more
+    threads are tried after each pause.
     """
     try:
         ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
@@ -124,9 +126,9 @@ def idle_s() -> float:
 class CpuThreads:
     """Adapts the thread count to the CPU: starts with one, and adds more if cores are idle.
 
-    If threads get less CPU time than they have cores, there are too many of them. A computation
-    like this may take seconds, so more threads are not tried until cores have been idle. The
-    maximum is torch's thread count, because a forked process sets its own after the fork.
+    If threads get less CPU time than they would with a core each, there are too many of them. A
+    computation like this may take seconds, so more threads are not tried until cores have been
+    idle. The maximum is torch's thread count, because a forked process sets its own after the fork.
 
     Args:
         cpu_s: CPU time that this process has used.
@@ -143,7 +145,7 @@ class CpuThreads:
         self._count = 1
         self._wall_s = self._used_s = 0.0
         self._watched: tuple[float, float] | None = None
-        """The time and the total idle time at the start of this window."""
+        """The time, and the cores' total idle time, at the start of this window."""
         self._pause_s = _FIRST_PAUSE_S
         self._more_at_s = 0.0
 

@@ -1,14 +1,15 @@
 """Compiled kernels that outlive their worker, with one archive per model and environment.
 
-Inductor, Triton and the CUDA driver store compiled kernels in separate folders, as thousands of
+Inductor, Triton, and the CUDA driver store compiled kernels in separate folders, as thousands of
 small files that they rename and lock. A mounted bucket handles many small files poorly, but one
-large file well. For that reason, a new worker unpacks the archive before it loads the model, and
+large file well. For that reason, a new worker unpacks the archive before loading the model, and
 repacks it if the warm-up compiled more kernels. A different GPU, driver, or torch version uses a
 different archive. Kernels are looked up by their computation, so an outdated archive is useless at
 worst.
 
 A process that can write an archive can run code in the workers that read it. Each model therefore
-has a separate folder, which only its own workers may write (infra/terraform/platform/storage.tf).
+has a separate folder, which only its own workers may write to
+(infra/terraform/platform/storage.tf).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SD 1.5 with four batch sizes compiles to a fraction of this size.
 _NOT_KEPT = ("locks", "tmp")
 """Folders whose files belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
-"""Folders in addition to Inductor's, each with the variable that contains its path.
+"""Folders in addition to Inductor's, each with the environment variable that contains its path.
 
 If the variable is missing, Triton's folder is inside Inductor's, and the driver's folder is not
 saved.
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def kernel_key(device: torch.device) -> str:
-    """Returns a key for everything compiled kernels depend on: GPU or CPU, driver, and torch.
+    """Returns a key for everything that compiled kernels depend on: GPU or CPU, driver, and torch.
 
     The torch version determines the Triton and CUDA versions.
     """
@@ -62,7 +63,7 @@ def kernel_key(device: torch.device) -> str:
 
 
 def _driver() -> str:
-    """Returns the version of NVIDIA's driver.
+    """Returns the version of the NVIDIA driver.
 
     If the version is unknown, kernels are stored under CUDA's version.
     """
@@ -159,7 +160,7 @@ class KernelStore:
         return False
 
     def _write_files(self, path: Path, files: dict[str, Path]) -> bool:
-        # In a bucket, the complete object appears when its file is closed.
+        # In a bucket, the complete object appears when the file is closed.
         part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +184,7 @@ def _is_below(name: str) -> bool:
 
 
 def _folders() -> dict[str, Path]:
-    """Returns the folders of compiled kernels, by their name in the archive."""
+    """Returns the folders of compiled kernels, keyed by their names in the archive."""
     others = {
         name: Path(os.environ[variable])
         for name, variable in _FOLDERS.items()

@@ -15,7 +15,7 @@ VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
 """With either flag, x86 accumulates 8-bit products in 32 bits rather than 16, which would saturate.
 """
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
-"""Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
+"""Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or below."""
 SPEED_FLAGS = BF16_FLAGS | VNNI_FLAGS | {"avx2", "avx512f", "amx_int8", "asimddp", "i8mm"}
 
 _NAMES: tuple[tuple[str, GpuTypeName], ...] = (
@@ -70,7 +70,7 @@ def read_facts(path: Path) -> dict[str, str]:
 def gpu_type_of(device: str) -> GpuTypeName | None:
     """Returns the GPU type in infra/kubernetes/gpus.yaml for a name reported by the driver.
 
-    The device decides, not the catalog, because a larger type may replace one that is out of stock.
-    Returns None for a CPU, and for types without a price.
+    The device decides the type, not the catalog, because a larger type may replace one that is out
+    of stock. Returns None for a CPU, and for types without a price.
     """
     return next((type_ for name, type_ in _NAMES if re.search(name, device)), None)

@@ -1,7 +1,7 @@
 """Messages about batches and individual items that a model process sends to the I/O process.
 
-Our model processes send them as frames (workers/runtime/protocol.py). For any other process, such
-as a custom class's, its client creates them (workers/models/client.py).
+Our model processes send them as frames (workers/runtime/protocol.py). Messages from any other
+process, such as a custom class's, are created by its client (workers/models/client.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.models.base import RgbImage
 class ResidencyReport(msgspec.Struct):
     """The models loaded in a process, and its loads and evictions since the last report.
 
-    `load_s`: duration of each model's last load, in seconds. `size_bytes`: each model's memory,
+    `load_s`: duration of each model's last load, in seconds. `size_bytes`: each model's memory use,
     first estimated, then measured. `switch_s`: seconds spent on loads and evictions.
     """
 
@@ -71,7 +71,7 @@ class Failure(msgspec.Struct, tag="failure"):
     def from_error(cls, error: Exception) -> Failure:
         """Returns the failure that represents `error` on the socket.
 
-        A model library's error is ModelFailed.
+        An error from a model library is a ModelFailed.
         """
         if not isinstance(error, PenstockError):
             error = ModelFailed(f"{type(error).__name__}: {error}")
@@ -103,7 +103,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     real_work: int
     """The items' work, in their task's unit."""
     padded_work: int
-    """The computed work, including padding."""
+    """The work that was computed, including padding."""
     out_of_memory: bool = False
     """True if the device had too little memory for the whole batch, which then ran in parts."""
     memory_bytes: int = 0
@@ -119,7 +119,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     padding.
     """
     spare_s: float = 0.0
-    """The item's share of its steps' spare seconds, if it was added to a running batch."""
+    """The item's share of the spare seconds in its steps, if it was added to a running batch."""
     average_items: int = 0
     """The average number of items computed at a time, if items join between steps. 0 means all of
     them.
@@ -129,7 +129,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     not pay for calls that failed because of a different item.
     """
     logs: dict[int, PrintedLogs] = {}
-    """The model's printed output, keyed by the index of the item it was computing by itself."""
+    """The model's printed output, keyed by the index of the item it was computing alone."""
 
     @property
     def batch_items(self) -> int:
@@ -152,7 +152,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class FileOfPiece(msgspec.Struct, array_like=True):
-    """A file that belongs to one piece of the output, and its bytes."""
+    """A file that belongs to one piece of the output, with its bytes."""
 
     file: StreamedFile
     data: bytes
@@ -212,7 +212,8 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 class Spare(msgspec.Struct, tag="spare"):
     """Spare seconds in the steps of batch `number` since the last such message.
 
-    More items could have been computed in that time for free (shared/models/service_rate.py).
+    More items could have been computed in that time at no extra cost
+    (shared/models/service_rate.py).
     """
 
     number: int
@@ -222,9 +223,9 @@ class Spare(msgspec.Struct, tag="spare"):
 class Preempted(msgspec.Struct, tag="preempted"):
     """These slots of batch `number` must wait.
 
-    The device had too little memory for them, or they were preempted. In the latter case, `chunks`
-    contains the tokens generated since the last Chunks. An item that isn't streamed never sent
-    Chunks.
+    The device had too little memory for these slots, or they were preempted. In the latter case,
+    `chunks` contains the tokens generated since the last Chunks. An item that isn't streamed never
+    sent Chunks.
     """
 
     number: int
@@ -236,7 +237,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """Batch `number` has no items left.
 
     `failure`: the reason that the model failed on the remaining items, which did not finish. None
-        if it did not fail.
+        if the model did not fail.
     """
 
     number: int

@@ -3,7 +3,7 @@
 Downloads the folder if necessary. Also defines the layout of weights copied from the Hub, in a
 bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the repository's
 files unchanged. A file next to it, `hub/ORG/NAME/REVISION.json`, lists those files and is written
-last, so a copy with a list is complete.
+last, so a copy that has a list is complete.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ log = logging.getLogger(__name__)
 
 
 class Copy(msgspec.Struct, kw_only=True):
-    """A copy's contents: its revision's commit at the time, and each file's size in bytes."""
+    """A copy's contents: its revision's commit at that time, and each file's size in bytes."""
 
     commit: str
     files: dict[str, int]
 
 
 def folder_of(repository: str, revision: str) -> PurePosixPath:
-    """Returns a copy's path in the bucket. Even a revision such as refs/pr/1 is a single folder."""
+    """Returns a copy's path in the bucket.
+
+    Even a revision such as refs/pr/1 becomes a single folder.
+    """
     return PurePosixPath("hub", repository, revision.replace("/", "--"))
 
 
@@ -84,7 +87,7 @@ OpenBucket = Callable[[str], ObjectStore]
 
 
 def open_gcs_bucket(name: str, prefix: str = "") -> ObjectStore:
-    """Opens a Google Cloud Storage bucket, or part of one, with the machine's credentials."""
+    """Opens a Google Cloud Storage bucket, or part of one, using the machine's credentials."""
     return GCSStore(
         name,
         prefix=prefix or None,
@@ -107,19 +110,21 @@ def resolve(
     open_bucket: OpenBucket = open_gcs_bucket,
     open_gguf: OpenGguf | None = None,
 ) -> Path:
-    """Returns the folder with the model's files. Downloads it if necessary, which may take minutes.
+    """Returns the folder with the model's files.
+
+    Downloads the files if necessary, which may take minutes.
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
-            (either may be a GGUF file, see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
-            Hugging Face Hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
+            (either may be a GGUF file; see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
+            Hugging Face Hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf`, or
             `gs://BUCKET/PREFIX`.
-        revision: branch, tag, or commit in a Hub repository. A bucket's copy is stored under this
-            name.
-        cache_dir: folder for copies of buckets and converted files.
+        revision: branch, tag, or commit in a Hub repository. A copy in a bucket is stored under
+            this name.
+        cache_dir: folder for copies from buckets and for converted files.
         weights_dir: folder where copies of Hub repositories are mounted (workers/models/source.py).
             A complete copy is used in place.
-        open_gguf: creates the folder for a GGUF file. None means to use a folder for torch.
+        open_gguf: creates the folder for a GGUF file. None means that the folder is for torch.
 
     Raises:
         ConfigurationError: the source doesn't exist.
@@ -152,9 +157,9 @@ def resolve_file(
     """Returns a single file, downloading it first if necessary.
 
     Args:
-        source: same as in `resolve`, with the file's path appended: `hf:ORG/NAME/FILE`,
-            `gs://BUCKET/FILE`, `local:FILE` or `package:IMPORT.NAME/FILE`.
-        weights_dir: same as in `resolve`. A repository's copy includes the file.
+        source: same as in `resolve`, but with the file's path appended: `hf:ORG/NAME/FILE`,
+            `gs://BUCKET/FILE`, `local:FILE`, or `package:IMPORT.NAME/FILE`.
+        weights_dir: same as in `resolve`. A copy of a repository includes the file.
 
     Raises:
         ConfigurationError: the file doesn't exist, or its source's prefix is unknown.
@@ -184,7 +189,7 @@ def _unknown_source(source: str) -> ConfigurationError:
 
 
 def repository_of(source: str) -> tuple[str, str]:
-    """Returns the ORG/NAME and the file path in `hf:ORG/NAME/FILE`."""
+    """Returns ORG/NAME and the file path in `hf:ORG/NAME/FILE`."""
     parts = source.removeprefix("hf:").split("/", 2)
     if len(parts) < 3 or not all(parts):
         raise _no_such(source, "must be hf:ORG/NAME/FILE")
@@ -220,14 +225,16 @@ def _from_hub(repository: str, revision: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        # A complete copy in the cache is used in place, so starting requires no network.
+        # A complete copy in the cache is used in place, so startup requires no network access.
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         return download_from_hub(repository, revision)
 
 
 def download_from_hub(repository: str, revision: str, cache_dir: Path | None = None) -> Path:
-    """Downloads a repository from the Hugging Face Hub. The folder's name is the commit.
+    """Downloads a repository from the Hugging Face Hub.
+
+    The name of the returned folder is the commit.
 
     The token for a gated repository comes from HF_TOKEN, or from the file at HF_TOKEN_PATH.
 
@@ -275,7 +282,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
         try:
             partial.rename(folder)
         except OSError:
-            # Another worker on this machine was faster, and its copy is just as good.
+            # Another worker on this machine finished first, and its copy is just as good.
             if not folder.is_dir():
                 raise
     except (BaseError, OSError) as error:

@@ -13,9 +13,9 @@ from shared.models.tasks import Result
 from workers.models.reports import BatchResult, check_result
 
 SHARED_WEIGHTS_SHARE = 0.5
-"""Initial guess for a model whose steps each read all weights once: a step that generates a token
-for every slot takes twice the fixed time. With SmolLM2-135M, 16 texts take 1.8 to 4.1 times as long
-as one (docs/reference/generation.md).
+"""Initial guess for a model that reads all of its weights once per step: a step that generates a
+token for every slot takes twice the fixed time. With SmolLM2-135M, 16 texts take 1.8 to 4.1 times
+as long as one text (docs/reference/generation.md).
 """
 
 
@@ -31,10 +31,10 @@ class StepRoom:
     def spare_s(self, rooms: Sequence[int], work: int, seconds: float) -> float:
         """Records a step.
 
-        Returns the seconds in which other items could have been computed for free.
+        Returns the seconds in which other items could have been computed at no extra cost.
 
         Args:
-            rooms: the part of the budget taken by each item in the step.
+            rooms: the part of the budget taken up by each item in the step.
             work: work computed by the step. If 0, the work is unknown, so each item counts as one.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
@@ -49,7 +49,7 @@ class _Item:
 
     started_at_s: float
     room: int
-    """The part of the budget that the item takes up."""
+    """The part of the budget that this item takes up."""
     steps: int = 0
     item_steps: int = 0
     """Number of items per step, summed over all of this item's steps."""
@@ -67,7 +67,7 @@ class StepShares:
         self._spare_s = 0.0
 
     def add(self, slot: int, room: int) -> None:
-        """Adds an item that takes this part of the budget."""
+        """Adds an item that takes up this part of the budget."""
         self._items[slot] = _Item(time.time(), room)
 
     def remove(self, slot: int) -> None:
@@ -118,7 +118,7 @@ class StepShares:
         """Removes an item, and returns its resource use and outcome.
 
         Args:
-            slot: slot of the item. An item that was never admitted took no time.
+            slot: slot of the item. An item that was never admitted took up no time.
             memory_bytes: resident memory of the process.
             loaded_at_s: when the process loaded the model, in Unix seconds.
             steps_saved: steps skipped because the item was canceled.

@@ -29,7 +29,7 @@ A whole line is about 170 tokens, and one and a half lines are about 250.
 
 _LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)
 _WORD_MARKS = "▁Ġ"
-"""The characters with which SentencePiece and byte-level BPE mark a token that starts a word."""
+"""The characters that SentencePiece and byte-level BPE use to mark a token that starts a word."""
 
 
 def calibration_texts() -> list[str]:
@@ -43,12 +43,12 @@ def vocabulary(transformer: Path) -> list[str]:
 
 
 def word_lists(tokens: Sequence[str]) -> list[str]:
-    """Returns 16 texts of words drawn from a tokenizer's vocabulary: a few short, most long.
+    """Returns 16 texts of words from a tokenizer's vocabulary: a few short, the rest long.
 
-    The lists are always the same.
+    The lists are the same every time.
 
-    Without them, MiniLM in static INT8 had a minimum cosine of 0.9845 on such lists. With them, it
-    has 0.9876, and a higher cosine on English text.
+    Without them, MiniLM in static INT8 had a minimum cosine of 0.9845 on such lists. With them, the
+    minimum is 0.9876, and the cosine on English text is higher too.
     """
     words = sorted(
         {word for token in tokens if (word := token.strip(_WORD_MARKS)).isalpha() and len(word) > 1}
@@ -58,18 +58,18 @@ def word_lists(tokens: Sequence[str]) -> list[str]:
 
 
 def list_held_out_texts() -> list[str]:
-    """Returns 80 texts for evaluation, about different subjects in the same proportions."""
+    """Returns 80 texts for evaluation, about different subjects but in the same proportions."""
     return _texts(_subjects()[1::2])[::2]
 
 
 def prepare_texts(preparer: Preparer, texts: list[str]) -> list[PreparedText]:
-    """Returns the texts, in order, as the worker's preparer truncates and encodes them."""
+    """Returns the texts, in order, truncated and encoded as the worker's preparer does."""
     prepared = preparer.prepare([TextInput(text) for text in texts])
     return [item for item in prepared if isinstance(item, PreparedText)]
 
 
 def feed_of(text: PreparedText, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns one text as model inputs with these names, each int64 [1, tokens]."""
+    """Returns one text as model inputs with these names, int64 [1, tokens] each."""
     ids = np.frombuffer(text.ids, "<u4").astype(np.int64)[None]
     types = (
         np.frombuffer(text.type_ids, "<u4").astype(np.int64)[None]

@@ -68,7 +68,7 @@ Others remain as exported.
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in worker-like batches, so each round takes a tenth of a second."""
+"""Every n-th text is timed, in batches like a worker's, so each round takes a tenth of a second."""
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]
@@ -80,7 +80,7 @@ def load_transformer(folder: Path) -> Any:
     """Returns the transformer in `folder` in torch fp32, with an attention that can be exported.
 
     Raises:
-        ConfigurationError: it can't be loaded.
+        ConfigurationError: the transformer can't be loaded.
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -126,7 +126,7 @@ def export_graph(model: Any, path: Path, *, has_types: bool) -> None:
 
 
 class _States(torch.nn.Module):
-    """The model with its named inputs turned into positional ones, as the exporter requires."""
+    """Wraps the model so that its named inputs are positional, as the exporter requires."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def takes_types(model: Any) -> bool:
 def fuse_graph(
     source: Path, target: Path, config: Any, *, has_all_heads: bool = True, to_fp16: bool = False
 ) -> str:
-    """Writes `source` with attention, layer norms and activations fused into single operators.
+    """Writes `source` with attention, layer norms, and activations fused into single operators.
 
     Args:
         has_all_heads: True if the graph has all the heads specified in `config`. Attention is fused
@@ -182,7 +182,7 @@ def fuse_graph(
 def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: bool) -> OnnxModel:
     options = FusionOptions("bert")
     # On a CPU, the fused operator takes eight times as long as an addition and a layer norm
-    # (encoder_onnx.py disables it too).
+    # (encoder_onnx.py also disables it).
     options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = skips_layer_norm
     return optimize_model(
         str(source),
@@ -190,7 +190,7 @@ def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: b
         num_heads=heads,
         hidden_size=width,
         optimization_options=options,
-        # Only the optimizer's own passes, because ONNX Runtime's passes depend on the machine, and
+        # Only the optimizer's own passes, because ONNX Runtime's passes depend on the machine and
         # run when a graph is loaded.
         opt_level=0,
     )
@@ -198,7 +198,7 @@ def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: b
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppresses the exporter's warnings about its age and about constants."""
+    """Suppresses the exporter's warnings about its own age and about constants."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -210,7 +210,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Baseline:
-    """A model's torch fp32 version, the evaluation texts, and its vectors for them."""
+    """A model's torch fp32 version, the evaluation texts, and its vectors for those texts."""
 
     def __init__(
         self, entry: Model, settings: SentenceFolder, texts: Sequence[PreparedText], threads: int
@@ -227,15 +227,15 @@ class Baseline:
         return model
 
     def _alone(self, model: EmbeddingModel) -> np.ndarray:
-        """Returns all texts' vectors, float32 [texts, dimensions], each computed individually."""
+        """Returns all texts' vectors, float32 [texts, dimensions], each computed on its own."""
         return np.concatenate([_vectors(model, [text]) for text in self.texts])
 
     def measure(self, encoder: Encoder) -> tuple[VectorQuality, float, float]:
         """Returns a variant's quality, its texts/s, and the original's texts/s.
 
-        Quality is the worse of two results, for individual texts and for batches, because padding
-        and the scaling of INT8 activations matter only in batches. Speed is the best of several
-        alternating rounds, so that other load on the machine affects both equally.
+        Quality is the worse of two results, one for individual texts and one for batches, because
+        padding and the scaling of INT8 activations matter only in batches. Speed is the best of
+        several alternating rounds, so any other load on the machine affects both equally.
 
         Raises:
             ConfigurationError: the variant can't be loaded.
@@ -310,8 +310,8 @@ def make_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     builder.clear()
-    # The texts used to evaluate variants, rather than those used to fit them, because a worker
-    # checks against them again.
+    # The texts used to evaluate variants, rather than those used to fit them, because a worker uses
+    # these texts to check a variant again.
     write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {
@@ -451,7 +451,10 @@ class _VariantBuilder:
 def _judge(
     entry: Model, builder: _VariantBuilder, baseline: Baseline, name: str, options: OptimizeOptions
 ) -> tuple[Verdict, float]:
-    """Returns the verdict and the original's texts/s. A rejected variant's graph is deleted."""
+    """Returns the verdict, and the original's speed in texts/s.
+
+    A rejected variant's graph is deleted.
+    """
     try:
         variant = builder.make(name)
         quality, rate, original_rate = baseline.measure(builder.encoder(variant))

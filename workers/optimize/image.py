@@ -59,7 +59,7 @@ def make_variants(
     Nothing is written to `target`.
 
     Raises:
-        ConfigurationError: the folder is not a pipeline, or an option is invalid.
+        ConfigurationError: the folder does not contain a pipeline, or an option is invalid.
     """
     names = choose_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
@@ -83,7 +83,7 @@ def make_variants(
 
 
 def _plan(name: str, entry: Model) -> ImagePlan:
-    """Returns a variant's plan, or the reference's for an empty name."""
+    """Returns a variant's plan, or the reference's plan for an empty name."""
     dtype, options = _PLANS.get(name, (torch.float32, {}))
     chosen = {"is_tuned": False, "is_int8": False, "is_compiled": False} | options
     return ImagePlan(dtype=dtype, batch_sizes=(1,), **chosen)
@@ -161,7 +161,7 @@ def _count_stored_bytes(weight: torch.Tensor) -> int:
 
 
 def _source(width: int, height: int) -> Image.Image:
-    """Returns an image of smooth colors with hard edges."""
+    """Returns an image with smooth colors and hard edges."""
     down, across = np.mgrid[0:height, 0:width]
     stripes = ((down // max(1, height // 8) + across // max(1, width // 8)) % 2) * 64
     pixels = np.stack(
@@ -208,7 +208,7 @@ def _judge(
     name: str,
     options: OptimizeOptions,
 ) -> Verdict:
-    """Returns the verdict on one variant, drawn on this device."""
+    """Returns the verdict on one variant, using images drawn on this device."""
     plan = _plan(name, entry)
     variant = Variant(
         name=f"torch-{name}",
@@ -241,7 +241,7 @@ def _measure(
 ) -> Verdict:
     """Evaluates a working variant by its images and its speed."""
     quality = _compare(studio.images, original.images, features)
-    # Alternates between the two, so that other load on the machine affects both equally.
+    # Alternates between the two, so any other load on the machine affects both equally.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
     measured = msgspec.structs.replace(

@@ -54,7 +54,7 @@ class Output:
         self._began_s = time.monotonic()
 
     def say(self, words: str) -> None:
-        """Prints a step, with the seconds since the start."""
+        """Prints a step along with the seconds since the start."""
         stream = sys.stderr if self._as_json else sys.stdout
         print(f"{time.monotonic() - self._began_s:6.1f} s  {words}", file=stream, flush=True)
 
@@ -162,14 +162,14 @@ def _list_refused(
     for verdict in verdicts:
         if verdict.is_accepted:
             refused.pop(verdict.variant.name, None)
-        elif verdict.figures:  # a variant without figures may be possible next time
+        elif verdict.figures:  # a variant without results may be possible next time
             refused[verdict.variant.name] = tolerance
     return refused
 
 
 def _maker(entry: Model) -> Maker:
-    # Imported where needed, because a run that finds its artifact takes half a second, rather than
-    # the several seconds needed to import torch.
+    # Imported only where needed, because a run that finds its artifact takes half a second, rather
+    # than the several seconds it takes to import torch.
     module = import_module(f"workers.optimize.{WORKER_TASKS[entry.task].optimizer}")
     return cast(Maker, module.make_variants)
 

@@ -19,9 +19,9 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class OptimizeOptions:
     """The command-line options.
 
-    `variants`: names known to the task. If empty, the usual variants are used. `tolerance`: minimum
-    cosine (images: PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the
-    fraction to cut, 0 to
+    `variants`: variant names known to the task. If empty, the usual variants are used. `tolerance`:
+    minimum cosine (for images, PSNR in dB), overriding the catalog's. `prune_neurons`,
+    `prune_heads`: the fraction to cut, 0 to
     1. `calibration`: how int8-static chooses its ranges. `threads`: number of threads for the
     reference and every variant.
     """
@@ -38,7 +38,7 @@ def choose_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     """Returns the variants to try, in the task's order.
 
     Raises:
-        ConfigurationError: a variant is unknown for this task, or pruning is requested without a
+        ConfigurationError: a variant is unknown for this task, or pruning was requested without a
             fraction to cut.
     """
     known = WORKER_TASKS[entry.task].variants

@@ -18,7 +18,7 @@ from workers.models.base import PreparedText
 from workers.optimize.calibration import INPUTS, feed_of
 
 _RIDGE = 1e-3
-"""Ridge penalty relative to the mean variance, for neurons that never fire."""
+"""Ridge penalty relative to the mean variance, for neurons that never activate."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class _Cut:
 
 
 def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: float) -> Pruned:
-    """Cuts a fraction of each layer in `model`, in place, and refits the following layers.
+    """Cuts a fraction of each layer in `model`, in place, and refits the layers that follow.
 
     Args:
         model: a transformer with BERT's architecture, in fp32.
-        texts: texts for measuring importance and for the refit.
-        neurons: fraction of each layer's inner neurons to cut, 0 to 1.
-        heads: fraction of each layer's attention heads to cut, 0 to 1. At least one head remains.
+        texts: texts used to measure importance and to refit.
+        neurons: fraction of each layer's inner neurons to cut, from 0 to 1.
+        heads: fraction of each layer's attention heads to cut, from 0 to 1. At least one head
+            always remains.
 
     Raises:
         ConfigurationError: the model has no such layers.
@@ -94,7 +95,7 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 
 
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
-    """Cuts `part` of the groups in each layer. Returns how many were cut."""
+    """Cuts the fraction `part` of the groups in each layer. Returns how many groups were cut."""
     before = _groups(cuts)
     # All layers are measured before any are cut. Otherwise, layers would be fitted to one another's
     # errors.
@@ -136,9 +137,9 @@ def _inputs_of(
 def _cut(cut: _Cut, inputs: torch.Tensor, part: float) -> None:
     """Drops the least contributing groups of `inputs` [tokens, features] and refits the consumer.
 
-    A feature's contribution is its deviation from its mean times the norm of its weight column. The
-    mean of the dropped features is added to the bias, and a ridge regression on the kept features
-    partly compensates for the rest.
+    A feature's contribution is its deviation from its mean, multiplied by the norm of its weight
+    column. The mean of the dropped features is added to the bias, and a ridge regression on the
+    kept features partly compensates for the rest.
     """
     weight, mean = cut.consumer.weight, inputs.mean(0)
     around = inputs - mean

@@ -1,4 +1,4 @@
-"""Distances from the reference: cosine and ranking for vectors, three measures for images."""
+"""Distances from the reference: cosine and ranking for vectors, and three measures for images."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scipy.stats import spearmanr
 NEIGHBORS = 10
 _SSIM_WINDOW = 7
 _NO_DIFFERENCE_DB = 100.0
-"""The PSNR used for two bit-identical images, for which the formula is undefined."""
+"""The PSNR reported for two bit-identical images, for which the formula is undefined."""
 
 
 @dataclass(frozen=True)
 class VectorQuality:
     """Comparison of vectors with the reference's vectors. All values range from -1 or 0 to 1.
 
-    `neighbors`: average share of a text's ten nearest neighbors that stay the same.
-    `rank_correlation`: Spearman's rank correlation, over the similarities of all pairs of texts.
+    `neighbors`: average fraction of a text's ten nearest neighbors that stay the same.
+    `rank_correlation`: Spearman's rank correlation of the similarities of all pairs of texts.
     """
 
     cosine_mean: float
@@ -29,7 +29,7 @@ class VectorQuality:
 
 
 def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality:
-    """Compares `vectors` [texts, dimensions] to `reference`, in the same order."""
+    """Compares `vectors` [texts, dimensions] with `reference`, in the same order."""
     ours, theirs = _unit(vectors), _unit(reference)
     cosines = np.einsum("td,td->t", ours, theirs)
     our_pairs, their_pairs = ours @ ours.T, theirs @ theirs.T
@@ -59,17 +59,17 @@ def _measure_kept_neighbors(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
-    """Returns each text's `count` most similar other texts, [texts, count]."""
+    """Returns the `count` other texts most similar to each text, [texts, count]."""
     others = similarities.copy()
     np.fill_diagonal(others, -np.inf)
     return np.argsort(-others, axis=1, kind="stable")[:, :count]
 
 
 def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
-    """Returns the peak signal-to-noise ratio (dB) of two images with values from 0 to 1.
+    """Returns the peak signal-to-noise ratio (in dB) of two images with values from 0 to 1.
 
-    10 log10(1 / MSE), as in ITU-T J.340. Returns 100 for two identical images, and minus infinity
-    for an image that is not finite.
+    10 log10(1 / MSE), as in ITU-T J.340. Returns 100 for two identical images, and negative
+    infinity for an image that is not finite.
     """
     error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     if not np.isfinite(error):
@@ -80,7 +80,7 @@ def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
     """Returns the structural similarity of two images [height, width, channels] of values 0 to 1.
 
-    The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error
+    The formula is from Wang, Bovik, Sheikh, and Simoncelli, "Image Quality Assessment: From Error
     Visibility to Structural Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2
     = 0.03, averaged over pixels and channels.
     """
@@ -103,9 +103,9 @@ def feature_distance(features: list[np.ndarray], reference: list[np.ndarray]) ->
     """Compares two images by features, one array [channels, height, width] per layer.
 
     Defined like LPIPS (Zhang et al., "The Unreasonable Effectiveness of Deep Features as a
-    Perceptual Metric", 2018): at each position the channels are scaled to unit length, and squared
-    differences are averaged over positions and summed over layers. The features are not LPIPS's and
-    have no learned weights, so the figures are comparable only with one another.
+    Perceptual Metric", 2018): at each position, the channels are scaled to unit length, and the
+    squared differences are averaged over positions and summed over layers. The features are not
+    LPIPS's and have no learned weights, so the figures are comparable only with one another.
     """
     return float(
         sum(

@@ -3,13 +3,13 @@
 Weights are scaled per channel; activations are scaled on each call, or once through calibration.
 
 Each static INT8 product is a single operator, with a bias that corrects rounding errors. The
-correction follows Nagel, van Baalen, Blankevoort and Welling, "Data-Free Quantization Through
+correction follows Nagel, van Baalen, Blankevoort, and Welling, "Data-Free Quantization Through
 Weight Equalization and Bias Correction" (2019), but averages over real inputs instead of
 estimating.
 
 SmoothQuant shifts the scale of large activation channels into a graph's weights, following Xiao,
-Lin, Seznec, Wu, Demouth and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization
-for Large Language Models" (2022). ONNX Runtime offers it only through another package, which is no
+Lin, Seznec, Wu, Demouth, and Han, "SmoothQuant: Accurate and Efficient Post-Training Quantization
+for Large Language Models" (2022). ONNX Runtime offers it only through a separate package that is no
 longer maintained.
 """
 
@@ -41,7 +41,7 @@ Feed = dict[str, np.ndarray]
 _STRENGTH = 0.75
 """The paper's alpha.
 
-Among the values from 0.5 to 1.0, 0.75 yields the highest minimum cosine, as measured with MiniLM in
+Of the values from 0.5 to 1.0, 0.75 yields the highest minimum cosine, as measured with MiniLM in
 INT8.
 """
 _FLOOR = 1e-5
@@ -87,7 +87,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
 
 
 def find_weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
-    """Returns products whose constant weights have no other user, keyed by activation."""
+    """Returns products whose constant weights are not used anywhere else, keyed by activation."""
     constants = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     users: dict[str, int] = defaultdict(int)
     for node in model.graph.node:
@@ -128,9 +128,9 @@ def activations(
 
 
 def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
-    """Returns the factor of each input channel, for all matrices that multiply the activation.
+    """Returns a factor for each input channel, shared by all matrices that multiply the activation.
 
-    The factors' geometric mean is 1.
+    The geometric mean of the factors is 1.
     """
     widest = np.max([np.abs(matrix).max(axis=1) for matrix in matrices], axis=0)
     scales = np.maximum(peak, _FLOOR) ** _STRENGTH / np.maximum(widest, _FLOOR) ** (1 - _STRENGTH)
@@ -140,7 +140,7 @@ def _scales(peak: np.ndarray, matrices: list[np.ndarray]) -> np.ndarray:
 def _multiply(
     graph: onnx.GraphProto, activation: str, nodes: list[onnx.NodeProto], factors: np.ndarray
 ) -> None:
-    """Feeds `nodes` the activation times `factors`, through one new node before the first."""
+    """Feeds `nodes` the activation times `factors`, through one new node before the first one."""
     constant, product = f"{activation}_smooth_factors", f"{activation}_smooth"
     graph.initializer.append(numpy_helper.from_array(factors.astype(np.float32), constant))
     first_index = min(list(graph.node).index(node) for node in nodes)
@@ -155,8 +155,8 @@ def _multiply(
 class _Product:
     """An INT8 product between the quantizer's conversions, and the fp32 product it replaces.
 
-    Its activation is rounded by `scale` and `zero` to 0 … 255. `weights` and `rounded_weights` are
-    [inputs, outputs].
+    Its activation is quantized with `scale` and `zero` to 0 … 255. `weights` and `rounded_weights`
+    are [inputs, outputs].
     """
 
     node: onnx.NodeProto
@@ -171,7 +171,7 @@ class _Product:
 
 
 def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
-    """Rewrites `target` so that conversions, product, and corrected bias become one operator.
+    """Rewrites `target` so that the conversions, product, and corrected bias become one operator.
 
     ONNX Runtime does the same when it loads a graph on a CPU, but leaves out the bias, which then
     requires a separate pass over memory that takes a tenth of MiniLM's time.
@@ -243,7 +243,7 @@ def _shifts(source: Path, products: Sequence[_Product], feeds: Sequence[Feed]) -
 def _fold(
     graph: OnnxModel, product: _Product, shift: np.ndarray, users: Sequence[onnx.NodeProto]
 ) -> None:
-    """Turns the product into the operator, including a constant addition if only that follows."""
+    """Turns the product into the operator, folding in a constant addition if only that follows."""
     node = product.node
     bias = shift
     if len(users) == 1 and users[0].op_type == "Add":
@@ -284,11 +284,11 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
     """Writes `source` with INT8 products whose activations have fixed scales, found using `feeds`.
 
     Args:
-        source: a graph from export_graph, possibly smoothed, but not fused: calibration sees only
-            standard operators.
+        source: a graph from export_graph, possibly smoothed but not fused, because calibration
+            recognizes only standard operators.
         target: the .onnx file to write.
-        feeds: inputs for calibration. They must have a single shape for `entropy` and `percentile`,
-            which keep histograms.
+        feeds: inputs for calibration. All of them must have the same shape for `entropy` and
+            `percentile`, which keep histograms.
         method: how a range is derived from the observed values: `minmax`, `entropy`, or
             `percentile`.
     """
@@ -296,7 +296,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
         node.name for nodes in find_weighted_products(onnx.load(source)).values() for node in nodes
     ]
     options = {
-        # Outputs stay in fp32, because rounding them as well reduced quality far more than
+        # Outputs stay in fp32, because quantizing them as well reduced quality far more than
         # everything else combined (MiniLM: cosine 0.94 instead of 0.998).
         "OpTypesToExcludeOutputQuantization": ["MatMul"],
         "CalibPercentile": 99.999,
@@ -320,7 +320,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
 
 
 class _Feeds(CalibrationDataReader):  # type: ignore[misc]
-    """The feeds one by one, as the calibrator requests them."""
+    """Yields the feeds one by one, as the calibrator requests them."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._remaining_feeds = iter(feeds)

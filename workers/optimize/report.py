@@ -13,14 +13,16 @@ from rich.text import Text
 from workers.models.artifact import Variant
 
 UNBOUNDED = 10_000
-"""Maximum columns in the table. Long lines are not wrapped, because programs read them too."""
+"""Maximum number of columns in the table. Long lines are not wrapped, because programs read them
+too.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A variant that was tried, with its figures by table column.
+    """A variant that was tried, with its results by table column.
 
-    `refusal` is empty if it was accepted.
+    `refusal` is empty if the variant was accepted.
     """
 
     variant: Variant
@@ -36,7 +38,7 @@ class Verdict:
 class Made:
     """The results of everything tried for a model.
 
-    `original` contains the reference's figures, with its name first.
+    `original` contains the reference's results, starting with its name.
     """
 
     verdicts: list[Verdict]
@@ -44,7 +46,7 @@ class Made:
 
 
 def verdict_table(optimized: Made) -> str:
-    """Formats the original and each variant, one per line with its verdict, then the notes."""
+    """Formats the original and each variant, one per line with its verdict, and then the notes."""
     verdicts, columns = optimized.verdicts, list(optimized.original)
     rows = [list(optimized.original.values())]
     for verdict in verdicts:
@@ -69,7 +71,7 @@ def verdict_table(optimized: Made) -> str:
 
 
 def verdicts_as_dict(optimized: Made) -> dict[str, object]:
-    """Returns the same data for a program: the original's figures and all verdicts."""
+    """Returns the same data for a program: the original's results and all verdicts."""
     tried = [
         {
             "variant": verdict.variant.name,

@@ -1,4 +1,4 @@
-"""A model process as an OS process: started as a program, or forked from a template."""
+"""A model process as an OS process, either started as a program or forked from a template."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""How many times a torch thread polls for the other threads in its computation before it goes to
+"""How many times a torch thread polls for the other threads in its computation before going to
 sleep, which takes 0.2 ms.
 
 By default, it polls 300,000 times, which takes longer than the system lets it run. When two
-computations had all of their threads on a single core, a step took seconds (decision 24).
+computations had all their threads on a single core, a step took seconds (decision 24).
 """
 _STATUS_LIMIT_S = 1.0
 """How long to wait for the template to report a process's exit status."""
@@ -56,13 +56,13 @@ def child_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from returning each batch's memory to the kernel. Doing so yields 3 to 5% more
-        # tokens per second.
+        # Keeps glibc from returning each batch's memory to the kernel. Keeping it yields 3 to 5%
+        # more tokens per second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
-        # By default, oneDNN caches 1,024 compiled primitives. Texts vary in length, so memory used
-        # to grow for minutes. With 256, it soon levels off, and few primitives are recompiled
-        # (workers/models/embedding/encoder_torch.py).
+        # By default, oneDNN caches 1,024 compiled primitives. Texts vary in length, so memory use
+        # would grow for minutes. With 256, memory use soon levels off, and few primitives are
+        # recompiled (workers/models/embedding/encoder_torch.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),
     }

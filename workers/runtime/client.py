@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 Start = Callable[[socket.socket], Awaitable[ChildProcess]]
-"""Starts a process, passing it its end of the socket."""
+"""Starts a process and passes it its end of the socket."""
 
 
 @dataclass(slots=True)
@@ -76,9 +76,9 @@ class _Pending:
 class ModelClient:
     """A ProcessClient for a model process that is ready. If the process exits, its batches fail.
 
-    On a CPU, it runs one batch at a time. Running a second one was tried and rejected, because even
-    without it the process is busy 99% of the time (with batches of 1,000 tokens), and a batch
-    formed later is fuller. On a device that computes asynchronously, it runs two (decision 143).
+    On a CPU, it runs one batch at a time. Running a second one was tried and rejected: even without
+    it, the process is busy 99% of the time (with batches of 1,000 tokens), and a batch formed later
+    is fuller. On a device that computes asynchronously, it runs two at a time (decision 143).
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class ModelClient:
         self._writer = writer
         self._output = ChildOutput(process)
         self._turns = asyncio.Semaphore(IN_FLIGHT)
-        """One turn per batch of an overlapping model. All other batches take every turn."""
+        """One turn per batch of an overlapping model. Any other batch takes all of the turns."""
         self._entrance = asyncio.Lock()
-        """Held while waiting for turns, so that they are taken in order."""
+        """Held while waiting for turns, so that they are taken in order of arrival."""
         self._pending: dict[int, _Pending] = {}
         """The batches in the process, keyed by number, oldest first."""
         self._batches = 0
@@ -134,7 +134,7 @@ class ModelClient:
         return child
 
     async def _abandon(self) -> None:
-        """Kills a process that isn't ready, so it doesn't notice that the socket is closed."""
+        """Kills a process that isn't ready and so wouldn't notice that the socket is closed."""
         self.kill("it was not ready")
         await self.close()
 
@@ -196,8 +196,8 @@ class ModelClient:
     async def _begin(
         self, size: int, timeout_s: float, model: int, is_overlapping: bool
     ) -> _Pending:
-        # Turns end with the batch, rather than with the caller. When a caller is canceled, the
-        # process is still computing.
+        # Turns end with the batch rather than with the caller. When a caller is canceled, the
+        # process keeps computing.
         turns = await self._take_turns(model, is_overlapping)
         if self._reason:
             self._release(turns)
@@ -254,7 +254,7 @@ class ModelClient:
             self._writer.write(encode_preempt(pending.number, list(slots)))
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Requests previews of these slots in the batch that runs in steps, for a moment."""
+        """Briefly requests previews of these slots in the batch that runs in steps."""
         if (pending := self._in_steps) is not None:
             self._watch(pending.number, slots)
 
@@ -286,7 +286,7 @@ class ModelClient:
             self._release(turns)
 
     def kill(self, fault: str) -> None:
-        """Kills the process. Callers get `fault` as the reason."""
+        """Kills the process. Callers get `fault` as the reason why their items failed."""
         self._fault = self._fault or fault
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -372,7 +372,10 @@ class ModelClient:
         return None if pending.done.done() else pending.done
 
     async def close(self) -> None:
-        """Closes the socket, which makes the process exit. Kills it if that takes too long."""
+        """Closes the socket, which makes the process exit.
+
+        Kills the process if that takes too long.
+        """
         self._writer.transport.abort()
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):

@@ -61,7 +61,7 @@ from workers.runtime.resident_models import ResidentModels, resident_bytes
 PROGRESS_EVERY_S = 0.1
 PREVIEW_EVERY_S = 0.5
 PREVIEW_SHARE = 0.04
-"""Maximum share of a batch's time spent on previews after the first one."""
+"""Maximum share of a batch's time to spend on previews after the first one."""
 FIRST_PREVIEW_S = 0.25
 """A batch that finishes sooner doesn't get a preview."""
 WATCH_VALID_S = 2.0
@@ -69,7 +69,7 @@ WATCH_VALID_S = 2.0
 watching.
 """
 MAX_PREVIEWED = 8
-"""Maximum number of a batch's slots previewed at a time."""
+"""Maximum number of slots in a batch that are previewed at a time."""
 
 CHUNKS_EVERY_S = 0.05
 """Interval between chunks, so that an item's readers get at most 20 events per second."""
@@ -138,11 +138,11 @@ def _result(
 
 
 class BatchSteps:
-    """A model's callback after each step of a batch."""
+    """A model's callback, called after each step of a batch."""
 
     def __init__(self) -> None:
         self.slots: Sequence[int] = ()
-        """The batch's slots that the model's current call is computing."""
+        """The batch's slots that are being computed by the model's current call."""
         self.saved: int | None = None
         """Number of steps that were skipped, if the batch was canceled."""
 
@@ -203,8 +203,8 @@ class StepReporter(BatchSteps):
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
-            # While a batch runs, the only possible messages are its Watch and Cancel, late ones for
-            # another batch, and the end of the connection.
+            # While a batch runs, the only possible messages are its own Watch and Cancel, late ones
+            # for another batch, and the end of the connection.
             if isinstance(message, Watch):
                 if message.number == self._number:
                     self._watched = message.slots
@@ -221,8 +221,7 @@ class StepReporter(BatchSteps):
         try:
             drawn = self._previewer.preview(inside)
         except Exception:
-            # The boundary with the model libraries, where an optional preview must never fail a
-            # batch.
+            # The boundary with the model libraries: an optional preview must never fail a batch.
             log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return
@@ -239,7 +238,7 @@ class StepReporter(BatchSteps):
 
 
 class BatchExecution:
-    """Computes one batch, group by group.
+    """Computes one batch, one group at a time.
 
     A group that fails is halved until the bad item is isolated.
     """
@@ -250,9 +249,9 @@ class BatchExecution:
         self.results: dict[int, Result | Failure] = {}
         self.padded_work = 0
         self.padded: dict[int, int] = {}
-        """Work of the padded items, including padding, by slot."""
+        """Work of the padded items, including padding, keyed by slot."""
         self.calls: dict[int, Call] = {}
-        """The calls that recomputed items after other items had failed, by slot."""
+        """The calls that recomputed items after other items had failed, keyed by slot."""
         self._has_failed = False
         self.out_of_memory = False
 
@@ -278,7 +277,7 @@ class BatchExecution:
         except Canceled:
             raise
         except Exception as error:
-            # The boundary with the model libraries, whose errors fail items, never the process.
+            # The boundary with the model libraries, whose errors fail items but never the process.
             self._has_failed = True
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
@@ -310,8 +309,8 @@ def _share_work(computed: int, lengths: Sequence[int], *, is_even: bool) -> list
     """Returns each item's share of a group's computed work.
 
     Args:
-        is_even: True if each item costs as much as the longest. Otherwise, the cost is proportional
-            to length.
+        is_even: True if each item costs as much as the longest one. Otherwise, an item's cost is
+            proportional to its length.
     """
     if is_even:
         return [computed // len(lengths)] * len(lengths)
@@ -319,7 +318,7 @@ def _share_work(computed: int, lengths: Sequence[int], *, is_even: bool) -> list
 
 
 class StepPreviews:
-    """Reports the progress of batch `number`'s items to the I/O process between steps."""
+    """Reports the progress of the items in batch `number` to the I/O process between steps."""
 
     def __init__(
         self, model: ProgressReporter, number: int, send: Callable[[ServerMessage], None]
@@ -333,7 +332,7 @@ class StepPreviews:
         self._watched_until_s = 0.0
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Previews these slots for a moment, because a reader is watching them."""
+        """Briefly previews these slots, because a reader is watching them."""
         self._watched = set(slots)
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
@@ -363,15 +362,14 @@ class StepPreviews:
         try:
             return self._model.image(slot)
         except Exception:
-            # The boundary with the model libraries, where an optional preview must never fail an
-            # item.
+            # The boundary with the model libraries: an optional preview must never fail an item.
             log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return None
 
 
 class StepExecution:
-    """One batch, which runs until no items are left in the model.
+    """One batch, which runs until the model has no items left.
 
     Args:
         room: the model's room in this process.
@@ -398,7 +396,7 @@ class StepExecution:
         try:
             model = cast(SteppedModel, self._resident_models.use(self._batch.model))
         except Exception as error:
-            # The boundary with the model libraries, as below. It fails only these items.
+            # The boundary with the model libraries, as below. An error here fails only these items.
             log.warning("model not loaded", exc_info=True, extra={"model": self._batch.model})
             for slot in range(len(self._batch.items)):
                 self._end(slot, error)
@@ -417,7 +415,7 @@ class StepExecution:
         except ConnectionError:
             raise  # the I/O process has hung up
         except Exception as error:
-            # The boundary with the model libraries, whose errors fail items, never the process.
+            # The boundary with the model libraries, whose errors fail items but never the process.
             slots = self._shares.slots
             log.warning("step failed", exc_info=True, extra={"items": len(slots)})
             failure = Failure.from_error(error)

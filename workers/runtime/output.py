@@ -36,6 +36,6 @@ class ChildOutput:
                 await self._task
 
     def tail(self) -> str:
-        """Returns the last lines, formatted for an error message. Empty if there are none."""
+        """Returns the last lines, formatted for an error message. Empty if there are no lines."""
         text = self._kept.decode(errors="replace").strip()
         return f"; its last output:\n{text}" if text else ""

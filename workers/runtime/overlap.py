@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class OverlappedBatches:
-    """Computes one resident model's batches on threads.
+    """Computes batches of one resident model on threads.
 
     Args:
         send: sends a result to the I/O process. Never called on two threads at once.
@@ -65,8 +65,8 @@ class OverlappedBatches:
         except GpuLost as error:
             leave_without_gpu(error)
         except BaseException:
-            # This is not a model error, which would fail items. A batch without a result would wait
-            # forever.
+            # This is not a model error, which would only fail items. The I/O process would wait
+            # forever for a batch without a result.
             log.exception("batch ended without a result")
             os._exit(1)
 
@@ -106,5 +106,5 @@ def leave_without_gpu(error: GpuLost) -> NoReturn:
     """Exits this process after its GPU failed, so that its items are retried."""
     log.error("GPU lost", extra={"error": str(error)})
     logging.shutdown()
-    # Skips the libraries' exit handlers, which may wait for the GPU forever.
+    # Skips the libraries' exit handlers, which may wait forever for the GPU.
     os._exit(GPU_LOST_STATUS)

@@ -40,11 +40,12 @@ class HostedModel(NamedTuple):
 class ProcessPool:
     """Model processes that start together.
 
-    A context manager whose block is entered once all processes are ready.
+    A context manager that enters its block once all processes are ready.
 
     Args:
         processes: at least one process.
-        template: the template they are forked from, if any. It is closed after the processes.
+        template: the template that the processes are forked from, if any. It is closed after the
+            processes.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ProcessPool:
         """Starts all processes and waits until each is ready.
 
         Raises:
-            ConfigurationError: the folder, the entry or the device is invalid.
+            ConfigurationError: the folder, the entry, or the device is invalid.
             ModelFailed: a process died or was not ready in time. The message ends with the
                 process's last output.
         """
@@ -94,16 +95,16 @@ class ProcessPool:
 class ModelPool(ProcessPool):
     """The processes that run a worker's models.
 
-    Each place in the pool has all of the models. Our own models share one model process, while each
-    custom class has a separate process.
+    Each place in the pool runs all of the models. Our own models share one model process, while
+    each custom class has a separate process.
 
     Args:
-        models: at least one. A model's index here is the number that `run` takes.
+        models: at least one. A model's index here is the number that is passed to `run`.
         device: as in WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
         processes: number of places. 0 means one per GPU or, on a CPU, one per core (at most 4).
         threads: threads per process on a CPU.
         memory_fraction: the fraction of a GPU's memory that each process may use.
-        memory_budget_bytes: limit for all models in a place together. 0 means no limit.
+        memory_budget_bytes: total limit for all models in a place. 0 means no limit.
         start_timeout_s: time limit for a process to become ready.
         command: starts a model process, or the template that model processes are forked from.
     """

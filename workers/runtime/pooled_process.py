@@ -50,7 +50,7 @@ class PooledProcess:
 
     Args:
         launches: how to start the processes. Together, they run all models in the pool.
-        memory_budget_bytes: limit for all of their models together. 0 means no limit.
+        memory_budget_bytes: total limit for all of the processes' models. 0 means no limit.
     """
 
     def __init__(self, launches: Sequence[Launch], memory_budget_bytes: int = 0) -> None:
@@ -63,9 +63,9 @@ class PooledProcess:
         ]
         self._budget_bytes = memory_budget_bytes
         self._opened = asyncio.Event()
-        """Set once each process has been started or has failed to start."""
+        """Set once each process has started or failed to start."""
         self._current: ProcessClient | None = None
-        """The process that has the running batch."""
+        """The process that is running a batch."""
         self._early_drops: list[int] = []
         """Slots that were dropped from the batch that is about to run."""
         self._used_s: dict[int, float] = {}
@@ -112,8 +112,8 @@ class PooledProcess:
         Args:
             batch: at least one item.
             model: the model's number. It is loaded first if it is not resident.
-            timeout_s: starts counting when the batch is the oldest one in the process. The process
-                is killed once it expires.
+            timeout_s: time limit, counted from when the batch is the oldest one in the process. The
+                process is killed once it expires.
             on_step: called after steps, about ten times a second, if the model has steps.
             on_previews: called with the previews that `RunningBatch.watch` requests.
 
@@ -125,7 +125,7 @@ class PooledProcess:
         return await client.send(batch, timeout_s, on_step, number, on_previews)
 
     async def finish(self, done: BatchResult, model: int) -> None:
-        """Makes room on the device if a finished batch for `model` had too little memory."""
+        """Makes room on the device if a finished batch for `model` ran out of memory."""
         host, number = self._find(model)
         client = host.process.client
         is_resident = client is None or number in client.residency.resident
@@ -169,14 +169,15 @@ class PooledProcess:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on a model that computes in steps until none are left.
+        """Runs items, on a model that computes in steps, until none are left.
 
         More items may be admitted.
 
         Args:
             batch: at least one item.
-            timeout_s: maximum time without a sign of life. The process is killed once it expires.
-            on_message: called with each message except the last.
+            timeout_s: maximum time without a sign of life. The process is killed when the time is
+                up.
+            on_message: called with each message except the last one.
             model: the model's number. It is loaded first if it is not resident.
 
         Raises:
@@ -204,12 +205,12 @@ class PooledProcess:
         self._used_s[model] = time.monotonic()
         self._current = client
         if self._early_drops:
-            # After the batch's first turn, during which the process receives the batch.
+            # After the batch's first turn, which is when the process receives the batch.
             asyncio.get_running_loop().call_soon(client.drop, self._early_drops)
         return client
 
     async def _make_room(self, host: _Host, model: int) -> None:
-        """Evicts models from other processes until a non-resident model fits the budget."""
+        """Evicts models from other processes until a non-resident model fits within the budget."""
         if not self._budget_bytes or model in self.residency.resident:
             return
         while (held := self._list_held_by_others(host.models)) and self._is_above_budget(model):
@@ -240,9 +241,9 @@ class PooledProcess:
             await host.process.client.evict([number])
 
     async def _evict_others(self, models: Sequence[int]) -> bool:
-        """Evicts all other models, because the device has too little memory for all of them.
+        """Evicts all other models, because the device doesn't have enough memory for all of them.
 
-        Returns whether there were any.
+        Returns whether there were any other models.
         """
         held = self._list_held_by_others(models)
         for model in held:
@@ -267,13 +268,13 @@ class PooledProcess:
             self._current.preempt(slots)
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Requests previews of these slots in the batch that runs in steps, for a moment."""
+        """Briefly requests previews of these slots in the batch that runs in steps."""
         if self._current is not None:
             self._current.watch(slots)
 
     @property
     def pid(self) -> int | None:
-        """The ID of the first running process."""
+        """The process ID of the first running process."""
         pids = (host.process.client.pid for host in self._hosts if host.process.client is not None)
         return next((pid for pid in pids if pid), None)
 
@@ -295,7 +296,7 @@ class PooledProcess:
     ) -> ResidencyReport:
         """Merges all processes' reports into one.
 
-        Loads and evictions cover only processes that changed.
+        Loads and evictions are included only for processes that changed.
         """
         whole = ResidencyReport([])
         for host, report, is_new in zip(self._hosts, reports, changed, strict=True):
@@ -322,7 +323,7 @@ class PooledProcess:
 
 
 def _renumber(report: ResidencyReport, models: Sequence[int]) -> ResidencyReport:
-    """Returns a process's report with its models' numbers in the pool."""
+    """Returns a process's report, using the models' numbers in the pool."""
     return ResidencyReport(
         [models[number] for number in report.resident],
         {models[number]: seconds for number, seconds in report.load_s.items()},

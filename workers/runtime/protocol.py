@@ -24,7 +24,7 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""Number of batches an overlapping model has in a process: one that is running while another is
+"""Number of batches that an overlapping model has in a process: one running while another is being
 prepared.
 """
 _encoder = msgspec.msgpack.Encoder()

@@ -1,9 +1,9 @@
-"""One model process's models: an LRU cache under a memory budget.
+"""One model process's models: an LRU cache with a memory budget.
 
-On a CPU, an evicted model is loaded from disk again. On a GPU, it is moved to pinned host memory if
-possible.
+On a CPU, an evicted model is loaded from disk again. On a GPU, an evicted model is moved to pinned
+host memory if possible.
 
-Also measures the memory of the process and the machine, and returns unused memory.
+Also measures the memory use of the process and the machine, and returns unused memory.
 
 Restoring a model from a copy is about twenty times faster than loading it from disk. Only models
 with plain parameters can be offloaded, because compiled models and CUDA graphs contain the
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Offloaded:
-    """A model whose weights are in host memory. Created by `offload`.
+    """A model whose weights have been moved to host memory. Created by `offload`.
 
     Args:
         model: the model, complete except for its weights.
@@ -56,7 +56,7 @@ class Offloaded:
     def release(self) -> None:
         """Replaces the weights with the copies, which frees GPU memory.
 
-        This is safe because weights never change.
+        This is safe because the weights never change.
         """
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
@@ -157,7 +157,7 @@ def _finish_copies() -> None:
 def resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
-    except FileNotFoundError:  # not on Linux; other systems report only the peak
+    except FileNotFoundError:  # not on Linux; other systems report only peak memory use
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -173,7 +173,7 @@ def gpu_bytes() -> int:
 
 
 def weights_bytes(root: Path) -> int:
-    """Returns the size of weight files: `root` itself, or the files below it in one format."""
+    """Returns the total size of weight files: `root` itself, or files under it in one format."""
     files = [path for path in (root, *root.rglob("*")) if path.is_file()]
     sums = (
         sum(path.stat().st_size for path in files if path.suffix == suffix) for suffix in _SUFFIXES
@@ -197,7 +197,7 @@ def free_host_bytes() -> int:
 
 
 def give_back(*, is_empty: bool) -> None:
-    """Returns freed memory to the machine.
+    """Returns freed memory to the operating system.
 
     `is_empty`: True if no models are loaded, so all remaining objects are permanent.
     """
@@ -213,7 +213,7 @@ def give_back(*, is_empty: bool) -> None:
 
 
 def _torch_with_gpu() -> Any:
-    """Returns torch if it is imported and uses a GPU. Doesn't import it."""
+    """Returns torch if it has been imported and uses a GPU. Doesn't import it."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and torch.cuda.is_initialized() else None
 
@@ -222,12 +222,15 @@ class ResidentModels:
     """Loads models when they are used.
 
     Args:
-        makers: create each model without loading it. A model's number is its index here.
-        weights: each model's weights file or folder, for estimating its size before the first load.
-        budget_bytes: limit for all resident models together. A larger model must be the only
-            resident model. If 0, only the device's limit applies, which also causes evictions.
+        makers: functions that each create a model without loading it. A model's number is its index
+            here.
+        weights: each model's weights file or folder, used to estimate its size before the first
+            load.
+        budget_bytes: total limit for all resident models. A model larger than that must be the only
+            resident model. If 0, only the device's own limit applies, which also causes evictions.
         loaded: models that were loaded before this process was forked, keyed by number.
-        more_weights: additional files that models load, keyed by number. Included in the estimate.
+        more_weights: additional files that models load, keyed by model number. Included in the
+            estimate.
     """
 
     def __init__(
@@ -253,7 +256,7 @@ class ResidentModels:
         self._loaded_at_s: dict[int, float] = {}
         self._changes = ResidencyReport([])
         self.overlaps: set[int] = set()
-        """The models that compute two batches at once."""
+        """The models that compute two batches at a time."""
         self.device_name = ""
         self.setup_s = 0.0
         self.warmup_s = 0.0
@@ -263,8 +266,8 @@ class ResidentModels:
 
         The first models that fit stay loaded.
 
-        Evicted models are loaded a second time to measure the switch time, because their first load
-        also imported libraries.
+        Evicted models are loaded a second time to measure the switch time, because during the first
+        load, libraries were imported too.
 
         Raises:
             PenstockError: a model can't be loaded.
@@ -278,7 +281,7 @@ class ResidentModels:
         """Returns the model with this number, loading it if it is not resident.
 
         Raises:
-            PenstockError: it can't be loaded.
+            PenstockError: the model can't be loaded.
         """
         if number not in self._resident:
             began_s = time.monotonic()
@@ -288,13 +291,13 @@ class ResidentModels:
         return self._resident[number]
 
     def overlapping(self, number: int) -> InferenceModel | None:
-        """Returns this model if it is resident and computes two batches at once."""
+        """Returns this model if it is resident and computes two batches at a time."""
         if number not in self.overlaps or number not in self._resident:
             return None
         return cast(InferenceModel, self.use(number))
 
     def loaded_at_s(self, number: int) -> float:
-        """Returns when this model was last loaded, in Unix seconds, or 0 if never."""
+        """Returns when this model was last loaded, in Unix seconds, or 0 if it never was."""
         return self._loaded_at_s.get(number, 0.0)
 
     def _load_within_budget(self, number: int) -> None:
@@ -304,7 +307,7 @@ class ResidentModels:
         except ConfigurationError:
             raise
         except Exception as error:
-            # The boundary with the model libraries, which report a full device in many ways.
+            # The boundary with the model libraries, which report a full device in various ways.
             if not self._resident:
                 raise
             log.warning(
@@ -329,7 +332,7 @@ class ResidentModels:
             # Files are mapped and read on demand, so a model can grow to the size of its files.
             grown_bytes = resident_bytes() - before_bytes[0]
             self._size_bytes[number] = max(grown_bytes, self._estimate_bytes[number])
-        else:  # torch doesn't see other libraries' memory, so they keep the estimate
+        else:  # torch doesn't see other libraries' memory, so their models keep the estimate
             grown_bytes = gpu_bytes() - before_bytes[1]
             self._size_bytes[number] = (
                 grown_bytes if grown_bytes > 0 else self._estimate_bytes[number]
@@ -394,7 +397,7 @@ class ResidentModels:
     def changes(self) -> ResidencyReport | None:
         """Returns the loads and evictions since the last call, and the resident models.
 
-        None if there were no changes.
+        None if nothing has changed.
         """
         changes, self._changes = self._changes, ResidencyReport([])
         if not changes.loads and not changes.evictions:

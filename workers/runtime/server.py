@@ -59,8 +59,8 @@ def main() -> int:
     """Serves the models until the socket closes. Returns the exit status."""
     arguments = _arguments()
     configure_logs("WARNING")
-    # Only the I/O process handles signals sent to the whole group (Ctrl-C, a supervisor's TERM). It
-    # drains and then hangs up.
+    # Only the I/O process handles signals sent to the whole process group (Ctrl-C, a supervisor's
+    # TERM). It drains and then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.deny_inspection:
@@ -169,7 +169,7 @@ def _fork_for(
 ) -> template.ForkedChild | None:
     """Forks on request.
 
-    Returns in each forked process, and returns None in the template when it shuts down.
+    Returns in each forked process; in the template, returns None when it shuts down.
     """
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S,
@@ -261,7 +261,7 @@ class ModelServer:
 def _exit_on_hangup(fd: int) -> None:
     """Exits immediately when the I/O process closes its end or dies."""
     poller = select.poll()
-    poller.register(fd, 0)  # no events, so poll reports only a hang-up, never data
+    poller.register(fd, 0)  # no events, so poll reports only hang-ups, never data
     poller.poll()
     os._exit(0)
 

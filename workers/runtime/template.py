@@ -1,6 +1,6 @@
 """The template for model processes: its client in the I/O process, and the process that forks.
 
-A fork is ready in a fraction of the time that importing torch takes, and all forks share the memory
+A fork is ready in a fraction of the time it takes to import torch, and all forks share the memory
 pages of libraries and weights. The first fork request starts the template. If the template dies,
 the next request restarts it, and the processes it has forked keep running.
 
@@ -55,10 +55,10 @@ class ForkRequest(msgspec.Struct, tag="fork"):
 
 
 class TemplateReady(msgspec.Struct, tag="loaded"):
-    """The libraries and the weights of `models` models are loaded.
+    """The libraries, and the weights of `models` models, are loaded.
 
-    `other_threads` contains the name of each thread except the main thread. Forks are safe if it is
-    empty.
+    `other_threads` contains the name of each thread other than the main thread. Forking is safe if
+    it is empty.
     """
 
     load_s: float
@@ -334,7 +334,10 @@ class _TemplateProcess:
             self._process.kill()
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Closes the socket, which makes the template exit. Kills it if that takes too long."""
+        """Closes the socket, which makes the template exit.
+
+        Kills the template if that takes too long.
+        """
         self._end()
         if at_once:
             self.kill()
@@ -373,7 +376,7 @@ class ForkServer:
     def run(self, loaded: TemplateReady) -> ForkedChild | None:
         """Reports what is loaded, then forks.
 
-        Returns in each forked process, and returns None in the template.
+        Returns in each forked process; in the template, returns None.
         """
         gc.collect()
         gc.freeze()  # garbage collection would write to every object and thus copy the shared pages
@@ -401,7 +404,7 @@ class ForkServer:
                 poller.register(pidfd, select.POLLIN)
 
     def _fork(self, order: ForkRequest, connection: int, output: int) -> int | None:
-        """Forks. Returns the pidfd of the child, or None in the child."""
+        """Forks. Returns the child's pidfd, or None in the child."""
         pid = os.fork()
         if pid == 0:
             return None
@@ -444,14 +447,14 @@ def start_anew(child: ForkedChild) -> None:
 
 
 def name_process(name: str) -> None:
-    """Sets the name shown by `ps` and `top`, at most 15 characters. Linux only."""
+    """Sets the name shown by `ps` and `top`, which is at most 15 characters long. Linux only."""
     _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()))
 
 
 def die_with_parent() -> None:
-    """Makes the system kill this process when its parent dies.
+    """Makes the kernel kill this process when its parent dies.
 
-    Forked processes don't inherit this. Linux only.
+    Forked processes don't inherit this setting. Linux only.
     """
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 

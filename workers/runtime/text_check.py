@@ -29,10 +29,10 @@ def check_text_model(name: str, device: str) -> Iterator[str]:
     """Starts a text model and stops it again. Yields human-readable lines.
 
     Args:
-        device: auto, cpu, cuda or cuda:N.
+        device: auto, cpu, cuda, or cuda:N.
 
     Raises:
-        ConfigurationError: the entry, the source or the device is invalid.
+        ConfigurationError: the entry, the source, or the device is invalid.
         ModelFailed: the model did not start in time.
     """
     settings = read_settings(ModelSettings)
@@ -83,7 +83,7 @@ class Cache(NamedTuple):
 
 
 def measure_cache(entry: Model, folder: Path, device: str) -> Cache:
-    """Returns a text model's room for keys and values.
+    """Returns how much room a text model has for keys and values.
 
     Args:
         folder: local folder with the model's files.

@@ -1,7 +1,7 @@
-"""Chooses the next batch's items from the waiting items. Uses no clock and does no I/O.
+"""Chooses the items in the next batch from the waiting items. Uses no clock and does no I/O.
 
-A batch consists of items that are waiting when a model process becomes idle. It never waits for
-more items. Tenants share the model by work, not by items:
+A batch consists of items that are waiting when a model process becomes idle. Forming a batch never
+waits for more items. Tenants share the model by work, not by items:
 
 - **Between tenants**: deficit round robin (Shreedhar and Varghese, "Efficient Fair Queuing Using
 Deficit Round-Robin", IEEE/ACM Transactions on Networking 4(3), 1996). A tenant gains a quantum of
@@ -11,11 +11,11 @@ tenant's turn therefore doesn't depend on the length of its next item.
 - **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
 - **Keys**: only items with the same key share a batch. The tenant whose turn it is leads with its
     first item, whose key becomes the batch's key. Other items with that key follow in the order of
-    their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. As a
-    result, a tenant may run ahead of its turn by at most one batch.
+    their tenants' turns. All of these items are charged, so a tenant gains nothing by using keys.
+    As a result, a tenant may run ahead of its turn by at most one batch.
 
-Rounds are counted rather than iterated: each tenant has the number of the first round in which it
-may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
+Rounds are counted rather than iterated: each tenant stores the number of the first round in which
+it may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
 cost nothing, regardless of the weights, and an item costs O(log n).
 
 The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
@@ -23,16 +23,16 @@ The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
 - For two tenants i, j that are always waiting: |work_i / weight_i - work_j / weight_j| is at most 2
 x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys, add one budget / weight
 for each of the two tenants, for the batches that ran ahead of their turn.
-- When an item arrives for a tenant without debts and all keys are the same, the batches before the
+- When an item arrives for a tenant without debt and all keys are the same, the batches before the
 one with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
 several keys, each such item from another tenant may bring along a whole batch with its key.
 - A tenant with nothing waiting keeps no deficit. It keeps any overdraft until its round comes, so
-    it can't get more by sending items one at a time.
+    it can't get more than its share by sending items one at a time.
 
-If a batch completes all of one tenant's items, a tenant with more than a batch waiting can lengthen
-the batch only by `spare` work, or to twice its length.
+If a batch completes all of one tenant's items, a tenant with more than a batch of work waiting can
+lengthen the batch only by `spare` work, or to at most twice its length.
 
-`TenantQueue` holds one tenant's waiting items, and how much of the tenant's share has been used.
+`TenantQueue` holds one tenant's waiting items and tracks how much of its share the tenant has used.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ A round in the heap may be outdated, but it is never later than the tenant's nex
 
 
 class Batchable(Protocol):
-    """The properties of an item that the queue needs."""
+    """The properties of an item that the queue needs to know."""
 
     @property
     def tenant(self) -> str:
-        """The tenant that is charged for the item."""
+        """The tenant charged for the item."""
 
     @property
     def weight(self) -> float:
@@ -93,7 +93,7 @@ ItemT = TypeVar("ItemT", bound=Batchable)
 
 
 class TenantQueue(Generic[ItemT]):
-    """One tenant's items: earliest deadline first, both per key and over all keys.
+    """One tenant's items: earliest deadline first, both for each key and across all keys.
 
     Args:
         filed: all entries in the queue, used to find stale entries.
@@ -125,7 +125,7 @@ class TenantQueue(Generic[ItemT]):
         return int(self.spent) + 1
 
     def add(self, entry: HeapEntry[ItemT]) -> bool:
-        """Adds an item's entry. Returns whether the item's key is new here."""
+        """Adds an item's entry. Returns whether the item's key is new to this tenant."""
         item = entry[2]
         self.waiting += 1
         self.work += item.length
@@ -231,7 +231,7 @@ class BatchQueue(Generic[ItemT]):
 
     @property
     def is_full(self) -> bool:
-        """True if enough items, or enough work, is waiting to fill a batch."""
+        """True if there are enough waiting items, or enough waiting work, to fill a batch."""
         return len(self._filed) >= self.max_items or self._work >= self.budget
 
     @property
@@ -258,7 +258,7 @@ class BatchQueue(Generic[ItemT]):
         self._file(item, next(self._arrivals))
 
     def update(self, item: ItemT) -> None:
-        """Files `item` again if its tenant or deadline has changed."""
+        """Refiles `item` if its tenant or deadline has changed."""
         entry = self._filed[item]
         if (entry[0], entry[3].name) != (item.deadline_s, item.tenant):
             self._file(item, entry[1])
@@ -287,7 +287,7 @@ class BatchQueue(Generic[ItemT]):
     ) -> list[ItemT]:
         """Removes and returns the next batch, of at most `at_most` items.
 
-        Empty if none are waiting.
+        Empty if no items are waiting.
 
         Args:
             at_most: maximum number of items.
@@ -295,7 +295,7 @@ class BatchQueue(Generic[ItemT]):
             spare: how much work may be added after the last item of a tenant whose items are all
                 included.
             is_wanted: unwanted items are removed without charging for them.
-            first: the item that leads, in place of the next tenant's first item.
+            first: the item to start with, in place of the next tenant's first item.
         """
         if first is not None and not is_wanted(first):
             self.remove(first)
@@ -323,7 +323,7 @@ class BatchQueue(Generic[ItemT]):
     ) -> list[ItemT]:
         """Removes and returns items for a running batch, in strict turn order.
 
-        Stops at the first item that does not fit, so that its tenant's items are not overtaken.
+        Stops at the first item that does not fit, so that no other items overtake it.
 
         Args:
             at_most: maximum number of items.
@@ -333,7 +333,7 @@ class BatchQueue(Generic[ItemT]):
             is_wanted: unwanted items are removed without charging for them.
             may_take: if it returns False for a tenant's next item, the tenant loses its turn but
                 keeps the item.
-            room_of: returns the room an item takes. None means the item's work.
+            room_of: returns the room that an item takes up. None means the item's work.
         """
         admitted: list[ItemT] = []
         while len(admitted) < at_most:
@@ -396,9 +396,10 @@ class BatchQueue(Generic[ItemT]):
         is_wanted: Callable[[ItemT], bool],
         done: int,
     ) -> None:
-        """Adds items with the batch's key in turn order, up to the first that doesn't fit.
+        """Adds items with the batch's key in turn order, up to the first one that doesn't fit.
 
-        `done` is the batch's work up to the last item of a completed tenant, or 0.
+        `done` is the batch's work up to the last item of a tenant whose items are all included, or
+        0.
         """
         key, total = batch[0].key, batch[0].length
         room += total
@@ -448,7 +449,7 @@ class BatchQueue(Generic[ItemT]):
         return tenant
 
     def _charge(self, entry: HeapEntry[ItemT]) -> None:
-        """Takes an item out of the queue, charging its tenant."""
+        """Takes an item out of the queue and charges its tenant."""
         _, _, item, tenant = entry
         del self._filed[item]
         self._work -= item.length

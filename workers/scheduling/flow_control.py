@@ -4,8 +4,8 @@ The model should never wait for the broker. With a nearby broker, two batches pe
 enough: one running and one waiting. A finished job's permit becomes available again only after its
 reply and ack have traveled to the broker and the next job has come back. The worker therefore also
 holds the jobs that its model can compute in that time, which is its rate times the round trip, like
-the bandwidth-delay product of a network path. The number is limited, because if a worker dies, its
-jobs must wait until their leases expire and then be computed again.
+the bandwidth-delay product of a network path. The number is limited because if a worker dies, its
+jobs have to wait until their leases expire and then be computed again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlowControl:
 
     Args:
         held: the number of jobs for a nearby broker, which is two batches per process.
-        completion: time from when a job's last item finishes until the job is acked.
-        ack_linger_s: how long acks wait to be sent together.
+        completion: the time from when a job's last item finishes until the job is acked.
+        ack_linger_s: how long acks wait so that they can be sent together.
     """
 
     def __init__(

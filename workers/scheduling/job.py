@@ -1,4 +1,4 @@
-"""A pulled job: its items, their outcomes so far, and its items waiting for the model.
+"""A pulled job: its items, their outcomes so far, and the items waiting for the model.
 
 Contains only plain data, and does no I/O.
 """
@@ -37,8 +37,8 @@ from workers.models.reports import BatchResult, Call
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
-"""Number of workers that may die while holding a job, or a text generation, before its items are
-run one by one.
+"""Number of workers that may die while holding a job or a text generation before its items are run
+one by one.
 """
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the response was on its way"
@@ -61,13 +61,13 @@ class PulledJob:
     pulled_at_s: float
     outcomes: dict[int, ItemOutcome] = field(default_factory=dict)
     to_cache: dict[str, int] = field(default_factory=dict)
-    """Cache keys that this job fills, each with its item's index."""
+    """Cache keys that this job fills, each with the index of its item."""
     to_pay: dict[str, tuple[int, Owed]] = field(default_factory=dict)
-    """Unpaid results that this job pays for, by cache key, each with its item's index."""
+    """Unpaid results that this job pays for, keyed by cache key, each with its item's index."""
     undelivered: frozenset[int] = frozenset()
     """Indices of items whose results were not part of the response, once known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
-    """Output from custom classes for finished items, by item index."""
+    """Output from custom classes for finished items, keyed by item index."""
     is_over: bool = False
     """True if the job is being finished, is finished, or was handed back. Its queued items are then
     dropped.
@@ -77,7 +77,7 @@ class PulledJob:
     step.
     """
     is_late: bool = False
-    """True if the deadline has passed. The job then ends as if canceled."""
+    """True if the deadline has passed. The job then ends as if it had been canceled."""
     timer: JobTimer | None = None
     """Set until the job is over."""
     over_since_s: float = 0.0
@@ -85,17 +85,19 @@ class PulledJob:
     unfinished_claims: int = 0
     """Number of workers that have died while holding this job since its last progress."""
     is_claimed: bool = False
-    """True if this worker's claim is in the job's record."""
+    """True if this worker's claim is recorded in the job's record."""
     is_alone: bool = False
-    """True if, according to the record, the worker is running nothing but this job."""
+    """True if, according to the record, the worker is running only this job."""
     is_released: bool = False
     """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
-    """The reason the job was given up on. A copy of its message goes to the dead-letter topic."""
+    """The reason the job was given up on. A copy of the job's message goes to the dead-letter
+    topic.
+    """
     trace: TraceContext | None = None
     """The span that published the job."""
     runs: list[ItemRun] | None = None
-    """The batches its items have run in so far. None if its spans are not kept."""
+    """The batches that its items have run in so far. None if its spans are not kept."""
 
     @property
     def record(self) -> str:
@@ -108,7 +110,7 @@ class PulledJob:
 
     @property
     def shown_in(self) -> str:
-        """ID of the record that shows its images' progress. Empty if there is none.
+        """ID of the record that shows the progress of its images. Empty if there is no such record.
 
         A request with steps after each image shows the drawing progress.
         """
@@ -118,14 +120,14 @@ class PulledJob:
 
     @property
     def is_suspect(self) -> bool:
-        """True if more workers died while holding the job than are tolerated.
+        """True if more workers have died while holding the job than is tolerated.
 
-        When a node is lost, all of its jobs are redelivered, which amounts to a second of work or
-        more. If run one by one, each of those jobs would take as long as a batch.
+        When a node is lost, all of its jobs are redelivered, which amounts to at least a second of
+        work. If run one by one, each of those jobs would take as long as a batch.
 
         A generation tolerates more crashes, because it takes a long time, a caller is waiting, it
         continues from its last token, and generations that run one by one take many times as long.
-        A generation that crashes kills only its model process, and those deaths are counted
+        If a generation crashes, it kills only its model process, and those deaths are counted
         separately.
         """
         if self.unfinished_claims <= TOLERATED_CRASHES:  # as is nearly always the case
@@ -160,7 +162,8 @@ class PulledJob:
     def is_fresh(self) -> bool:
         """True if the API checked the cache so recently that there is no point in checking again.
 
-        A job takes one broker round trip to get here: half from the API and half to the worker.
+        By the time a job gets here, one broker round trip has passed: half from the API and half to
+        the worker.
         """
         age_s = self.pulled_at_s - self.envelope.published_at_s
         return self.envelope.attempt == 1 and age_s < FRESH_S + self.subscription.round_trip.most_s
@@ -221,7 +224,7 @@ class PulledJob:
         return ItemOutcome(item.index, "succeeded", receipt, hit.result)
 
     def without_model(self, item: Item, result: Result) -> ItemOutcome:
-        """Returns the outcome for an item that needs no model."""
+        """Returns the outcome for an item that doesn't need a model."""
         receipt = self.receipt()
         receipt.count(result)
         return ItemOutcome(item.index, "succeeded", receipt, result)
@@ -229,7 +232,7 @@ class PulledJob:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The model's result for an item, and the batch that the item was in."""
+    """The model's result for an item, and the batch in which the item ran."""
 
     outcome: Result | PenstockError
     batch: BatchResult
@@ -238,9 +241,9 @@ class Computed:
     computed_work: int | None = None
     """The item's work, including its share of the padding. None if there was no padding."""
     logs: PrintedLogs | None = None
-    """The model process's output, if the item was computed on its own."""
+    """The model process's output, if the item was computed by itself."""
     call: Call | None = None
-    """The call that computed the item. None if every call in its batch did."""
+    """The call that computed the item. None if every call in its batch computed the item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,7 @@ class QueuedItem:
 
     @property
     def tenant(self) -> str:
-        """The tenant charged for the work, which is the first waiter's."""
+        """The tenant charged for the work, which is the first waiter's tenant."""
         return self.waiters[0][0].envelope.tenant
 
     @property
@@ -289,7 +292,7 @@ class QueuedItem:
 
     @property
     def deadline_s(self) -> float:
-        """When the first waiter gives up, in Unix seconds, if the item has not started by then."""
+        """When the first waiter gives up if the item has not started by then, in Unix seconds."""
         if len(self.waiters) == 1:  # as is nearly always the case
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
@@ -316,14 +319,17 @@ class QueuedItem:
 
     @property
     def work(self) -> int | None:
-        """The work in a custom model's item, for the receipt. None if the result includes it."""
+        """The work in a custom model's item, for the receipt.
+
+        None if the result already includes it.
+        """
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:
-        """Returns the work done for the item if it finishes without a result.
+        """Returns the work done for an item that finishes without a result.
 
-        A streamed text counts its prompt and its output so far. Anything else counts as much as the
-        queue estimated, minus an image's skipped steps.
+        For a streamed text, the prompt and the output so far count. For anything else, the queue's
+        estimate counts, minus an image's skipped steps.
 
         Args:
             steps_saved: denoising steps that were skipped. None if the model has no steps.
@@ -356,7 +362,7 @@ class QueuedItem:
     def is_suspect(self) -> bool:
         """True if a model process or worker died while holding this item.
 
-        See `PulledJob.is_suspect`: suspects run by themselves.
+        See `PulledJob.is_suspect`: suspects run alone.
         """
         return self.deaths > 0 or any([pulled.is_suspect for pulled, _ in self.waiters])
 
@@ -366,7 +372,7 @@ class QueuedItem:
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
         """Yields one outcome per open waiter, once `computed` is set.
 
-        The first waiter that gets the result counts as a cache miss. The others count as coalesced.
+        The first waiter to get the result counts as a cache miss. The others count as coalesced.
         """
         has_miss = False
         for number, (pulled, item) in enumerate(self.open_waiters()):
@@ -382,7 +388,7 @@ class QueuedItem:
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
         """Returns the outcome for a waiter that was coalesced after `computed` was set.
 
-        This waiter pays if the first waiter turned out to be canceled or late.
+        This waiter pays if the first waiter turns out to have been canceled or to be late.
         """
         if self.payer is not None and not self.payer[0].is_undelivered(self.payer[1]):
             return self._outcome(pulled, item, "joined")
@@ -420,7 +426,7 @@ class QueuedItem:
         return ItemOutcome(item.index, "succeeded", receipt, result, logs=self.computed.logs)
 
     def _be_paid_by(self, pulled: PulledJob, item: Item) -> None:
-        """Charges a job for the result and has it put the result into the cache."""
+        """Charges a job for the result, and has it put the result into the cache."""
         self.payer = pulled, item.index
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index

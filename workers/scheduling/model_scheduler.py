@@ -1,4 +1,4 @@
-"""Chooses the next model for a process, when several models share it."""
+"""Chooses the next model for a process when several models share the process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 SWITCH_SHARE = 0.06
 """Maximum share of the processes' time to spend on switches.
 
-Keeps the total below a tenth, including other costs of switching, such as cold caches.
+This keeps the total below a tenth, including other costs of switching, such as cold caches.
 """
 URGENT_SHARE = 0.5
 MIN_WAIT_S = 2.0
 """Minimum wait, for models that load quickly.
 
-A model's batches are fuller when it runs several in a row than when models alternate.
+A model's batches are fuller when it runs several in a row than when models take turns.
 """
 LOAD_GUESS_S = 1.0
 """Estimate for a model that has not been loaded yet."""
@@ -24,7 +24,7 @@ BATCH_FADE = 0.8
 
 
 class QueueState(Protocol):
-    """The properties of one model's queue that the scheduler needs."""
+    """The properties of one model's queue that the scheduler needs to know."""
 
     @property
     def waiting(self) -> int:
@@ -56,25 +56,25 @@ class ModelScheduler:
 
     Uses no clock and does no I/O. Times are Unix seconds from the same clock.
 
-    Loading a model takes time, so a process sticks with its loaded (resident) models. It switches
+    Loading a model takes time, so a process keeps running its loaded (resident) models. It switches
     to another model in three cases. `switch_wait_s` is the sum of all load times, divided by
     SWITCH_SHARE and the number of processes, so switches in the first case take at most that share
     of the time:
 
     1. Due: the model's oldest job has waited for `switch_wait_s`, and the model has not been served
        for that long.
-    2. Urgent: a job's deadline would otherwise pass, and can still be met. This makes a model due
+    2. Urgent: a job's deadline would otherwise pass but can still be met. This makes a model due
        early, but at most once per wait at URGENT_SHARE. Otherwise, urgent callers could keep a
        worker doing nothing but switching.
     3. Worthwhile: no resident model has jobs, and the other jobs' total waiting time since then has
        reached the load time. From then on, waiting costs more than the switch.
 
     The bound: due models run first, in the order in which they became due, whether or not they are
-    resident. A model that was served becomes due again only after a wait, so it queues behind all
-    models that are due now. Once a model is due, every other model therefore runs at most one batch
-    before it. With n models, the first batch with a model's oldest job starts after at most the
-    following, counted from when that job was queued: `switch_wait_s`, the batch running at that
-    time, n - 1 loads and batches of other models, and the model's own load.
+    resident. A model that has just been served becomes due again only after a wait, so it queues
+    behind all models that are due now. Therefore, once a model is due, every other model runs at
+    most one batch before it. With n models, the first batch with a model's oldest job starts no
+    later than the following, counted from when that job was queued: `switch_wait_s`, the batch
+    running at that time, n - 1 loads and batches of other models, and the model's own load.
     """
 
     def __init__(self, models: int, processes: int) -> None:
@@ -85,7 +85,7 @@ class ModelScheduler:
 
     @property
     def switch_wait_s(self) -> float:
-        """The maximum time, in seconds, that a job waits until its model is due."""
+        """The maximum time, in seconds, that a job waits before its model is due."""
         return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(
@@ -118,13 +118,13 @@ class ModelScheduler:
     def _due_s(self, model: int, queue: QueueState, now_s: float) -> float:
         usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
         deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
-        # Time for the batch running at that point, plus the job's own batch.
+        # Time for the batch that is running at that point, plus the job's own batch.
         urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
         allowed_s = self._served_s[model] + max(MIN_WAIT_S, self._wait_s(URGENT_SHARE))
         return min(usual_s, max(urgent_s, allowed_s))
 
     def _worth_s(self, model: int, queue: QueueState, free_since_s: float) -> float:
-        """Returns the time from which it is worthwhile to load the model in an idle process."""
+        """Returns the time from which loading the model into an idle process is worthwhile."""
         return max(queue.oldest_s, free_since_s) + self._load_s[model] / queue.waiting
 
     def _wait_s(self, share: float) -> float:

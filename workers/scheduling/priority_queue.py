@@ -1,35 +1,35 @@
-"""One model's waiting items in a worker: two queues by priority, and the suspects.
+"""One model's waiting items in a worker: two queues, one per priority, and the suspects.
 
 Uses no clock and does no I/O.
 
 - Interactive items go first. Items with `batch` priority fill the room left in an interactive
     batch, with at most FILL_S of work, so they hardly lengthen it. They get a separate batch in
     three cases: no interactive item is waiting, they are owed BATCH_SHARE of the work, or a
-    deadline would otherwise pass. The last case accounts for at most one batch in URGENT_TURN.
+    deadline would otherwise be missed. The last case accounts for at most one batch in URGENT_TURN.
 - A `batch` priority batch has at most TURN_S of work while interactive items are waiting or have
 recently arrived. A process can't be interrupted, so this limits how long an interactive item waits.
 - A suspect is an item whose model process or worker died. The suspects from one death are retried
-    in halves until the lethal item is isolated. Only one group runs at a time, so the other
-    processes stay up for other items. Groups alternate with other items.
-- An item is given up on after DEATHS_MAX deaths, provided it was running on its own for
+    in halves until the lethal item is isolated. Only one group runs at a time, so that the other
+    processes stay up for other items. These groups alternate with other items.
+- An item is given up on after DEATHS_MAX deaths, provided that it was running alone for
     DEATHS_ALONE_MAX of them. A death from another cause (a manual kill, too little memory) costs
     other items only time, even in the middle of a retry.
 - With continuous batching, the same order applies to the items admitted next.
 - If a model's items can't be interrupted, no single tenant may hold all of a worker's slots
     (workers/scheduling/tenant_shares.py). That tenant's items wait while others go first.
-- If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
+- If a device runs out of memory, the budget is halved. It grows by a tenth after each batch that
 fits.
 
 `BatchPriorityPolicy` decides how much of a model's time `batch` priority gets in addition to
-interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are Unix
-seconds from the same clock; durations are in seconds.
+interactive work. `BatchTime` estimates how long a model process takes to run a batch. Times are
+Unix seconds from the same clock; durations are in seconds.
 
-Preemption interrupts running texts and images for another tenant. These normally stay in their
-process until they finish, which can take minutes. A tenant that took all slots while they were free
-would block the other tenants until then. A text later resumes from its existing tokens. An image
-waits in its process and later continues with its next step. The comparison uses the room tenants
-occupy in the process, relative to their weights. The slot's owner keeps at least as much as the
-newcomer gets, so slots never go back and forth.
+Preemption interrupts running texts and images in favor of another tenant. These normally stay in
+their process until they finish, which can take minutes. A tenant that took all slots while they
+were free would block the other tenants until its items finished. A text later resumes from the
+tokens it already has. An image waits in its process and later continues with its next step. The
+comparison uses the room tenants occupy in the process, relative to their weights. The slot's owner
+keeps at least as much as the newcomer gets, so slots never go back and forth.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ from workers.scheduling.tenant_shares import TenantShares
 FADE = 0.9
 """Each batch multiplies the weights of earlier ones by this factor."""
 MIN_SLOPE = 0.25
-"""The marginal time per unit of work is assumed to be at least this share of the average.
+"""The marginal time per unit of work is assumed to be at least this fraction of the average.
 
-As long as it can't be distinguished from noise, batches therefore grow only by small factors.
+As long as the marginal time can't be distinguished from noise, batches therefore grow only by small
+factors.
 """
 
 FILL_S = 0.005
-"""The extra time that a batch may take for `batch` items added to interactive ones.
+"""The extra time that a batch may take because `batch` items are added to interactive ones.
 
-On a GPU, this is otherwise unused room in a batch of short items. On a CPU, it is about one text.
+On a GPU, this is room in a batch of short items that would otherwise go unused. On a CPU, this is
+about one text.
 """
 TURN_S = 0.02
-"""Maximum length of a `batch` priority batch during interactive traffic, unless it is a single
+"""Maximum duration of a `batch` priority batch during interactive traffic, unless it is a single
 item.
 
 An interactive item may have to wait for it.
@@ -73,7 +75,8 @@ This is enough to keep `batch` work from stopping. Each turn lasts TURN_S, so an
 waits for at most one additional short batch.
 """
 URGENT_TURN = 4
-"""While interactive items are waiting, at most one batch in this many runs for a batch deadline.
+"""While interactive items are waiting, at most one batch in this many is run to meet a batch
+deadline.
 
 Admission control relies on the remaining time (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
@@ -81,24 +84,24 @@ Admission control relies on the remaining time (api/dispatch/admission.py, INTER
 DEATHS_MAX = 3
 """Number of model process deaths after which an item can be given up on."""
 DEATHS_ALONE_MAX = 2
-"""How many of those deaths must have happened while the item was on its own."""
+"""How many of those deaths must have occurred while the item was running alone."""
 BUDGET_GROWTH = 1.1
-"""Growth factor of a budget for each batch that fits in memory."""
+"""Growth factor for the budget after each batch that fits in memory."""
 BESIDE_OVERSIZED = 1 / 4
-"""Share of the budget for items admitted alongside one that exceeds the whole budget."""
+"""Share of the budget for items admitted alongside an item that exceeds the whole budget."""
 BATCH_SLOTS_SHARE = 1 / 4
-"""Share of a process's slots for `batch` priority during interactive traffic.
+"""Share of a process's slots available to `batch` priority during interactive traffic.
 
 An admitted item stays until it is done, which can take seconds.
 """
 
 
 class Placed(Protocol):
-    """An item in a model process, or one waiting for a slot."""
+    """An item that is in a model process or waiting for a slot."""
 
     @property
     def tenant(self) -> str:
-        """The tenant to which the item belongs."""
+        """The tenant that the item belongs to."""
 
     @property
     def weight(self) -> float:
@@ -121,14 +124,14 @@ def to_preempt(
     """Returns the items to preempt for the waiting item `first`.
 
     Args:
-        inside: the items that have a slot, in order of arrival.
-        part_of: returns the part of the process that an item uses.
+        inside: the items that have slots, in order of arrival.
+        part_of: returns the fraction of the process that an item uses.
         fits: returns True if `first` fits alongside these items.
 
     Returns:
         The most recent items of the tenants occupying the most room, because recent items are the
         cheapest to reread. Empty if `first` fits, if no tenant uses too much, or if preempting the
-        excess would not be enough.
+        excess would not make enough room.
     """
     remaining, chosen = list(inside), list[ItemT]()
     while not fits(remaining):
@@ -156,7 +159,7 @@ def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) 
 
 
 class BatchTime:
-    """A line fitted to past batches: a fixed time per batch, plus time proportional to work.
+    """A line fitted to past batches: a fixed time per batch, plus a time proportional to work.
 
     Fitted by least squares, with weights that decay with age.
     """
@@ -172,13 +175,13 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """Returns how long a batch with `work` takes, or 0 if no batch has been observed yet."""
+        """Returns how long a batch with `work` takes, or 0 if none has been observed yet."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
-        """Returns how much work fits in `seconds`, at least 0.
+        """Returns how much work can be done in `seconds`, at least 0.
 
-        Infinite if no batch has been observed.
+        Infinite if no batch has been observed yet.
         """
         return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
 
@@ -220,7 +223,7 @@ class BatchPriorityPolicy:
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
-        """Records how long a process took for a batch."""
+        """Records how long a process took to run a batch."""
         self._time.observe(work, seconds)
 
     def observe_interactive(self, now_s: float) -> None:
@@ -230,7 +233,7 @@ class BatchPriorityPolicy:
         return now_s - self._interactive_s < RECENT_S
 
     def turn_work(self, now_s: float) -> float:
-        """Returns how much work a `batch` priority batch may now have beyond its first item."""
+        """Returns how much work beyond its first item a `batch` priority batch may have now."""
         return self._time.work_in(TURN_S) if self.is_interactive(now_s) else inf
 
     def is_owed(self, first: int, budget: int) -> bool:
@@ -294,7 +297,7 @@ class PriorityQueue:
         self._suspect_turn = False
 
     def __len__(self) -> int:
-        """Returns the number of items that can be taken now."""
+        """Returns the number of items that may be taken now."""
         suspects = 0 if self._a_suspect_runs else sum(map(len, self._suspects))
         held_up = sum(queue.waiting_of(name) for queue in self._queues for name in self._held_up)
         return len(self._interactive) + len(self._batch) + suspects - held_up
@@ -311,7 +314,7 @@ class PriorityQueue:
     def has_full_batch(self) -> bool:
         """True if the next batch is full, so there is nothing to gain by waiting to take it.
 
-        Always False while there are suspects, because they run by themselves.
+        Always False while there are suspects, because they run alone.
         """
         if self._suspects or self._a_suspect_runs:
             return False
@@ -324,7 +327,7 @@ class PriorityQueue:
 
     @property
     def oldest_s(self) -> float:
-        """Returns when the oldest item that can be taken was queued, in Unix seconds."""
+        """Returns when the oldest item that may be taken was queued, in Unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
         firsts = (next(iter(queue)) for queue in self._queues if len(queue))
         return min(queued.queued_at_s for queued in chain(firsts, suspects))
@@ -353,11 +356,11 @@ class PriorityQueue:
     def take(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
     ) -> list[QueuedItem]:
-        """Returns the next batch for one of `processes`, without unwanted items.
+        """Returns the next batch for one of `processes`, excluding unwanted items.
 
-        Empty if nothing can be taken.
+        Empty if nothing may be taken.
 
-        A batch has at most its share of the waiting and running items. A larger one would delay
+        A batch has at most its share of the waiting and running items. A larger batch would delay
         items that another process could run at the same time.
         """
         waiting = len(self._interactive) + len(self._batch)
@@ -380,9 +383,9 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Adds items to a batch that one of `processes` computes step by step.
 
-        Each item counts as a separate batch from now on. Suspects run by themselves: while some are
-        waiting and none is running, nothing is admitted until the process is empty and takes them.
-        If no caller is waiting for them anymore, nothing is returned, although other items may be
+        Each item counts as a separate batch from now on. Suspects run alone: while some are waiting
+        and none is running, nothing is admitted until the process is empty and takes them. If no
+        caller is waiting for the suspects anymore, nothing is returned, although other items may be
         waiting.
 
         Args:
@@ -474,8 +477,8 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Returns items from `queue` to add to the items already in the process.
 
-        If nothing is running, one item is admitted even if it exceeds the budget. Otherwise, it
-        would wait forever.
+        If nothing is running, one item is admitted even if it exceeds the budget. Otherwise, that
+        item would wait forever.
         """
         admitted: list[QueuedItem] = []
         if not batch:
@@ -498,8 +501,8 @@ class PriorityQueue:
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
         """Returns the room taken up by the items in the process.
 
-        An item that exceeds the whole budget leaves part of it free, so that small items don't wait
-        for a large one that takes minutes.
+        An item that exceeds the whole budget still leaves part of it free, so that small items
+        don't wait for a large one that takes minutes.
         """
         budget = self._full_budget
         return sum(
@@ -560,7 +563,7 @@ class PriorityQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds `batch` priority items to an interactive batch if doing so costs almost nothing."""
+        """Adds `batch` priority items to an interactive batch if doing so costs next to nothing."""
         if not batch:
             return
         interactive = _work(batch)
@@ -577,13 +580,13 @@ class PriorityQueue:
         return self._batch if queued.priority == "batch" else self._interactive
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
-        """Removes a batch, or items admitted to one, from the running batches."""
+        """Removes a batch, or items admitted to a batch, from the running batches."""
         ended = set(batch)
         self._held_up.clear()
         self._running = [other for other in self._running if other[0] not in ended]
 
     def batch_died(self, batch: list[QueuedItem], *, was_shared: bool = False) -> list[QueuedItem]:
-        """Queues `batch` again after its model process died. Returns the items to give up on.
+        """Requeues `batch` after its model process died. Returns the items to give up on.
 
         `was_shared`: True if the process had another batch, so no item was running alone.
         """
@@ -613,7 +616,7 @@ class PriorityQueue:
             self._shares.record_end(queued.tenant, seconds, now_s, is_computed=is_computed)
 
     def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
-        """Records how long a process took for all items in `batch`."""
+        """Records how long a process took to compute all items in `batch`."""
         self._policy.observe_batch(_work(batch), seconds)
 
     def adjust_budget(self, *, was_short: bool) -> None:

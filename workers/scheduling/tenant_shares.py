@@ -1,18 +1,19 @@
 """Keeps one tenant from taking all of a worker's slots, if the model's items can't be interrupted.
 
 A custom class without `predict_batch` computes an item from start to finish, which may take
-minutes. If one tenant had every slot in every process, others would have to wait for one of its
-items to finish. Therefore, while other tenants are using the model, a tenant whose items take a
+minutes. If one tenant held every slot in every process, other tenants would have to wait for one of
+its items to finish. Therefore, while other tenants are using the model, a tenant whose items take a
 long time doesn't get the last free slot.
 
 - A tenant whose items in the last hour have all been short (SHORT_S) may take all slots, because
-  others have to wait no longer than that. So may a tenant that is the only one using the model
-  (OTHERS_S), so that no capacity stays idle. A tenant that has not completed any items yet counts
-  as having long items.
-- Work that has started is never interrupted. A tenant's first item after a quiet period, or while
-    another tenant's items are getting longer, may therefore have to wait for one running item.
+  the others never have to wait longer than that. So may a tenant that is the only one using the
+  model (OTHERS_S), so that no capacity goes unused. A tenant that has not completed any items yet
+  is treated as having long items.
+- Work that has started is never interrupted. A tenant's first item after a quiet period, or one
+    that arrives while another tenant's items are getting longer, may therefore have to wait for one
+    running item.
 
-Uses no clock and does no I/O. Times are seconds from any single clock.
+Uses no clock and does no I/O. Times are in seconds and come from any single clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SHORT_S = 2.0
 REMEMBERED_S = 3600.0
 """How long a tenant's longest item is remembered."""
 OTHERS_S = 600.0
-"""How long a tenant is considered to be using the model."""
+"""How long a tenant is considered to be using the model after its last use."""
 MAX_TENANTS = 4096
 
 

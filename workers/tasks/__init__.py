@@ -23,7 +23,7 @@ def preparer_for(entry: Model, folder: Path) -> Preparer:
     """Returns the preparer for the inputs of `entry`, whose files are in `folder`.
 
     Raises:
-        ConfigurationError: the folder is not a model for this task.
+        ConfigurationError: the folder does not contain a model for this task.
     """
     return WORKER_TASKS[entry.task].preparer(entry, folder)
 
@@ -37,13 +37,13 @@ def model_for(
     threads: int = 1,
     memory_fraction: float = 1.0,
 ) -> LoadedModel:
-    """Returns the model for `entry`, not yet loaded.
+    """Returns the model for `entry`, which is not loaded yet.
 
     The other arguments are the same as in Resources.
 
     Raises:
-        ConfigurationError: the folder is not a model for this task, or the entry requires a backend
-            that was not passed.
+        ConfigurationError: the folder does not contain a model for this task, or the entry requires
+            a backend that was not passed.
     """
     resources = Resources(
         device=device, backend=backend, threads=threads, memory_fraction=memory_fraction

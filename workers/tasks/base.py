@@ -1,4 +1,4 @@
-"""The worker's side of a task: how its items are prepared and computed."""
+"""The worker's side of a task: how the task's items are prepared and computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.models.client import StartClient
 class Resources:
     """The resources a model runs on.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies only on a CPU.
+    `device` is `cpu`, `cuda`, `cuda:N`, or `auto`. `threads` applies only on a CPU.
     `memory_fraction` is the fraction of a GPU's memory that the process may use. `backend` computes
     embeddings. None means torch in the entry's precision.
     """
@@ -33,7 +33,7 @@ class WorkerTask(ABC):
     """The models for one task. No method except `model` imports torch."""
 
     optimizer: ClassVar[str]
-    """The module in workers/optimize that creates the variants with its function `make_variants`.
+    """The module in workers/optimize whose `make_variants` function creates the variants.
     """
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can create, in the order it tries them."""
@@ -50,7 +50,7 @@ class WorkerTask(ABC):
         """
 
     def measures_backends(self, entry: Model) -> bool:
-        """Returns whether a worker measures which backend is the fastest (workers/autotune).
+        """Returns whether a worker measures which backend is fastest (workers/autotune).
 
         By default: no.
         """
@@ -89,9 +89,9 @@ class WorkerTask(ABC):
         return False
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """Returns a function that compares two results, if only the model has the code to do so.
+        """Returns a function that compares two results, if only the model has the code for that.
 
-        None, the default, means that the API compares them (api/dispatch/closeness.py) or that
+        None, the default, means that either the API compares them (api/dispatch/closeness.py) or
         nothing does.
         """
         return None
@@ -126,14 +126,14 @@ class WorkerTask(ABC):
         """Returns the preparer for the inputs of a model whose files are in `folder`.
 
         Raises:
-            ConfigurationError: the folder is not a model for this task.
+            ConfigurationError: the folder does not contain a model for this task.
         """
 
     @abstractmethod
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """Returns the model, not yet loaded.
+        """Returns the model, which is not loaded yet.
 
         Raises:
-            ConfigurationError: the folder is not a model for this task, or the entry requires a
-                backend that was not passed.
+            ConfigurationError: the folder does not contain a model for this task, or the entry
+                requires a backend that was not passed.
         """

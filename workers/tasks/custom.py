@@ -14,7 +14,7 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class CustomWorker(WorkerTask):
-    """Preparing an input only copies its files, unless the class determines its work."""
+    """Preparing an input only copies its files, unless the class determines the input's work."""
 
     optimizer = "custom"
     variants = ()
@@ -50,7 +50,7 @@ class CustomWorker(WorkerTask):
         return CustomPreparer(entry, weigher)
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """Compares using the class itself, or by equality if its outputs are reproducible."""
+        """Compares using the class itself or, if its outputs are reproducible, by equality."""
         from workers.models.custom.aside import AsideClass
 
         if interface_of(entry).compares:

@@ -46,14 +46,14 @@ class EmbeddingWorker(WorkerTask):
 
 
 def check_window(entry: Model, max_length: int) -> None:
-    """Checks that a model reads no more of a text than budgets reserve for it.
+    """Checks that a model reads no more of a text than the budgets reserve for it.
 
     Args:
         entry: the model's entry in the catalog.
         max_length: maximum number of tokens that the model reads from a text.
 
     Raises:
-        ConfigurationError: the model reads more tokens.
+        ConfigurationError: the model reads more tokens than that.
     """
     declared = entry.text.max_input_tokens
     if declared is not None and max_length > declared:
@@ -65,15 +65,15 @@ def check_window(entry: Model, max_length: int) -> None:
 
 
 def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:
-    """Returns the model that computes text vectors, not yet loaded.
+    """Returns the model that computes text vectors, which is not loaded yet.
 
     Raises:
-        ConfigurationError: the folder is not a sentence encoder, or the entry requires a backend
-            that was not passed.
+        ConfigurationError: the folder does not contain a sentence encoder, or the entry requires a
+            backend that was not passed.
     """
     from workers.models.embedding.model import EmbeddingModel
 
-    # Read first, so that an invalid folder is rejected before spending seconds on importing torch.
+    # Read first, so that an invalid folder is rejected before seconds are spent on importing torch.
     settings = read_sentence_folder(folder)
     backend = resources.backend or choose_unmeasured_backend(entry)
     encoder = _encoder(settings, backend, resources)

@@ -31,7 +31,7 @@ class ImageWorker(WorkerTask):
         self.more_weights(entry)
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """Returns the controls' folders, and the IP-Adapters' files and image encoders."""
+        """Returns the controls' folders, along with the IP-Adapters' files and image encoders."""
         from workers.models.image.folders_beside import control_folders, ip_adapter_files
 
         files = ip_adapter_files(entry).values()
@@ -46,7 +46,7 @@ class ImageWorker(WorkerTask):
         return True
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
-        """Checks sizes and steps, and decodes sources."""
+        """Checks sizes and steps, and decodes source images."""
         from workers.models.image.folder_index import read_index
         from workers.models.image.folders_beside import ip_adapter_files
         from workers.models.image.preprocessing import ImagePreparer

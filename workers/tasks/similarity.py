@@ -26,7 +26,7 @@ class SimilarityWorker(EmbeddingWorker):
         return PairPreparer(super().preparer(entry, folder))
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> InferenceModel:
-        """Returns an encoder plus the cosines of its vectors, or a cross-encoder."""
+        """Returns an encoder that also computes the cosines of its vectors, or a cross-encoder."""
         if entry.rerank == "cosine":
             from workers.models.embedding.similarity import SimilarityModel
 

@@ -12,7 +12,7 @@ from workers.tasks.base import Resources, WorkerTask
 
 
 class GenerationWorker(WorkerTask):
-    """Rendering a chat template and tokenizing the result can take milliseconds."""
+    """Rendering a chat template and tokenizing the result can take several milliseconds."""
 
     optimizer = "text"
     variants = ()

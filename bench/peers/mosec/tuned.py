@@ -1,7 +1,7 @@
-"""Manually tuned Mosec: two one-thread workers, batches sorted by length, run four at a time.
+"""Manually tuned Mosec: two single-threaded workers; batches sorted by length, run in fours.
 
-The precision is in MINILM_DTYPE (float32 or bfloat16). All of the batch's texts are tokenized at
-once.
+The precision is set in MINILM_DTYPE (float32 or bfloat16). All of the batch's texts are tokenized
+at once.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
@@ -32,7 +32,7 @@ class TunedMosecEmbedding(Worker):
         self.model = AutoModel.from_pretrained(folder, dtype=dtype).eval()
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
-        """Returns a batch's vectors, 384 numbers each, in the batch's order."""
+        """Returns a batch's vectors of 384 numbers each, in the batch's order."""
         ids = self.tokenizer(
             [request["text"] for request in data], truncation=True, max_length=LONGEST
         )["input_ids"]

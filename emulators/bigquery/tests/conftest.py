@@ -1,4 +1,4 @@
-"""A server shared by the tests, and a client with its own project for each test."""
+"""A server that the tests share, and a client with its own project for each test."""
 
 import os
 import sys
@@ -19,12 +19,12 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers run on this machine, where a proxy from the environment could not reach them.
+# The servers run on this machine, which a proxy from the environment could not reach.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Returns a bytes parameter's length as its id. None leaves other values to pytest.
+    """Returns the length of a bytes parameter as its ID. None leaves any other value to pytest.
 
     Two processes collect the tests and must come up with the same names.
     """
@@ -45,7 +45,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a server shared by all tests, so each test uses its own project or dataset."""
+    """URL of a server that all tests share, so each test uses its own project or dataset."""
     port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
     data_dir = str(folder / "data")
     command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]

@@ -25,7 +25,7 @@ def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
 
 
 def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any, ...]]:
-    """Returns a query's result, run the way users run it."""
+    """Returns a query's result, running the query as users do."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
     return [
         row.values()

@@ -33,7 +33,7 @@ class Ledger:
     refused: set[int] = field(default_factory=set)
     problem: str = ""
     full_starts: int = 0
-    """Successful starts on a full disk."""
+    """Number of successful starts on a full disk."""
     told: list[str] = field(default_factory=list)
     """Error messages from failed starts."""
 
@@ -55,7 +55,7 @@ class Disk:
 
 
 def insert(url: str, first: int, size: int, ledger: Ledger, is_enough: threading.Event) -> None:
-    """Inserts rows until the server dies. With a large `size`, some are rejected first."""
+    """Inserts rows until the server dies. With a large `size`, some rows are rejected first."""
     before = len(ledger.refused)
     with httpx.Client(timeout=WAIT_LIMIT_S) as http:
         for number in range(first, first + 100_000):

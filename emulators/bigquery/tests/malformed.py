@@ -1,4 +1,4 @@
-"""Sends malformed requests, generated from a seed by mutating valid ones, and checks the responses.
+"""Sends malformed requests, which are valid requests mutated from a seed, and checks the responses.
 
     python -m tests.malformed --requests 25000 --seed 1
 
@@ -246,7 +246,7 @@ class Generator:
         return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
     def request(self) -> tuple[str, str, bytes, dict[str, str]]:
-        """Returns verb, path with query string, body and headers."""
+        """Returns the verb, the path with its query string, the body, and the headers."""
         pick = self._random
         mutant = copy.deepcopy(pick.choice(VALID))
         mutant.headers.setdefault("Content-Type", "application/json")
@@ -329,7 +329,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 @dataclass
 class Found:
-    """A run's results: response counts by status, and every invalid response."""
+    """A run's results: the number of responses by status, and every invalid response."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -349,7 +349,7 @@ def _named(name: str) -> Any:
 
 
 def send(address: str, seed: int, count: int) -> Found:
-    """Sends requests generated from a seed, one after another. A tenth are raw bytes."""
+    """Sends requests generated from a seed, one after another. A tenth of them are raw bytes."""
     generator, findings = Generator(seed), Found()
     for number in range(count):
         if number % 10 == 9:
@@ -423,8 +423,8 @@ def main() -> int:
         with Process("bigquery", [*command, *place], Path(folder)) as process:
             process.wait_ready(lambda: listens(port), START_LIMIT_S)
             address = f"127.0.0.1:{port}"
-            # Memory allocated by the first requests (the analyzer, DuckDB's pools) does not count
-            # as growth.
+            # Memory allocated by the first requests (the analyzer, DuckDB's pools) is not
+            # considered growth.
             send(address, options.seed + 1, options.requests // 10)
             before = memory_bytes(process.pid)
             findings = send(address, options.seed, options.requests)

@@ -46,7 +46,7 @@ class Process:
             self.kill()
 
     def start(self) -> None:
-        """Starts it and returns immediately.
+        """Starts the server and returns immediately.
 
         The first start overwrites the log; later starts append to it.
         """
@@ -71,8 +71,8 @@ class Process:
         """Waits until `is_ready` returns true.
 
         Raises:
-            RuntimeError: the program exited first, or `limit_s` seconds passed. The message
-                contains its log.
+            RuntimeError: the program exited before that, or `limit_s` seconds passed. The message
+                contains the server's log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -82,7 +82,7 @@ class Process:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, like a crash."""
+        """Kills the server with SIGKILL, as in a crash."""
         self._running.kill()
         self._running.wait(STOP_LIMIT_S)
 
@@ -97,7 +97,7 @@ def _end_with_parent() -> None:
 
 
 def listens(port: int) -> bool:
-    """True if something accepts connections on a port of 127.0.0.1."""
+    """True if something is accepting connections on a port of 127.0.0.1."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return True
@@ -106,11 +106,11 @@ def listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Returns a free TCP port on 127.0.0.1, reserved while this process runs."""
+    """Returns a free TCP port on 127.0.0.1, which stays reserved while this process runs."""
     for _ in range(PORT_TRIES):
         port = _random.randrange(*FREE_PORTS)
-        # Binding the UDP port with the same number serves as the reservation. It lasts until this
-        # process ends.
+        # Binding the UDP port with the same number serves as the reservation. The reservation lasts
+        # until this process ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""ALTER TABLE, VIEW and SCHEMA, and CREATE with options and partitions, as written by dbt."""
+"""ALTER TABLE, VIEW, and SCHEMA, and CREATE with options and partitions, as written by dbt."""
 
 import time
 from typing import Any

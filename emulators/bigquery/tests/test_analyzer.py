@@ -1,4 +1,4 @@
-"""Google's analyzer, as called by the embedded BigQuery."""
+"""Google's analyzer as the embedded BigQuery calls it."""
 
 import contextlib
 import os

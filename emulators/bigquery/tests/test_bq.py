@@ -1,4 +1,4 @@
-"""The `bq` tool against the embedded BigQuery, as used in a shell."""
+"""The `bq` tool used with the embedded BigQuery, as in a shell."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.fixture
 def bq(client: bigquery.Client, dataset: str, bigquery_endpoint: str, tmp_path: Path) -> Bq:
     """Runs the tool in the client's project, which has the dataset `d`."""
-    # Any token works: the server does not check credentials, but bq requires some.
+    # Any token works: the server does not check credentials, but bq requires a token.
     flags = [
         "--api",
         bigquery_endpoint,

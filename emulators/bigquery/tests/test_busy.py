@@ -21,7 +21,8 @@ LONG = (
 )
 
 MAX_QUERIES = 2
-"""This test server's limit. Each long query takes a core away from the requests it must not block.
+"""This test server's limit. Each long query takes up a core that the requests it must not block
+could use.
 """
 SERVER = f"""
 from bigquery_emulator import threads

@@ -20,9 +20,9 @@ from tests.test_process import process
 ROWS = 25
 SCHEMA = [bigquery.SchemaField("id", "INT64")]
 Change = Callable[[bigquery.Client, int, set[int]], set[int]]
-"""Makes change number `kill` to the table.
+"""Makes the change to the table for kill number `kill`.
 
-Takes the table's current ids and returns the new ones.
+Takes the table's current IDs and returns the new ones.
 """
 
 
@@ -65,7 +65,7 @@ def by_statement(client: bigquery.Client, kill: int, ids: set[int]) -> set[int]:
 
 
 def fresh(kill: int) -> range:
-    """Returns numbers that no earlier kill has used."""
+    """Returns numbers that have not been used by any earlier kill."""
     return range(1 + kill * ROWS, 1 + (kill + 1) * ROWS)
 
 

@@ -1,4 +1,4 @@
-"""Creating, reading, changing and deleting datasets with Google's client."""
+"""Creating, reading, changing, and deleting datasets with Google's client."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, Conflict, NotFound, PreconditionFailed

@@ -57,7 +57,7 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-        # Rejected rows must not exist, because a client that resends them would duplicate them.
+        # Rejected rows must not exist, because a client would duplicate them by resending them.
         assert stored == {number for number, status in answered.items() if status == 200} | {100}
 
 

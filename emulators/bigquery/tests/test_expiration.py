@@ -1,4 +1,4 @@
-"""Table and partition expiration, with a clock controlled by the test."""
+"""Table and partition expiration, with a clock that the test controls."""
 
 from collections.abc import Iterator
 from dataclasses import replace

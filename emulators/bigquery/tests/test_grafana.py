@@ -1,6 +1,6 @@
-"""Requests from Grafana's BigQuery data source: names, fields, a dry run and time series.
+"""Requests from Grafana's BigQuery data source: names, fields, a dry run, and time series.
 
-Its macros expand to the SQL below. Source:
+Grafana's macros expand to the SQL below. Source:
 https://github.com/grafana/google-bigquery-datasource/blob/main/pkg/bigquery/macros.go
 """
 

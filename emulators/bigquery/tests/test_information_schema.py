@@ -1,4 +1,4 @@
-"""INFORMATION_SCHEMA queries from dbt, Looker and people."""
+"""INFORMATION_SCHEMA queries as sent by dbt, Looker, and people."""
 
 import pytest
 from google.api_core.exceptions import BadRequest, GoogleAPICallError, MethodNotImplemented

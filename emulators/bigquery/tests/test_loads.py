@@ -291,7 +291,7 @@ def test_a_delimiter_of_several_characters_is_refused(
 
 
 def test_job_of_a_region_is_found_there_only(client: bigquery.Client) -> None:
-    """As in the service, jobs.get without `location` only looks in the US and the EU."""
+    """As in the service, jobs.get without `location` looks only in the US and the EU."""
     dataset = bigquery.Dataset(f"{client.project}.north")
     dataset.location = "europe-west4"
     client.create_dataset(dataset)

@@ -1,4 +1,4 @@
-"""Loading Parquet files, as pandas-gbq and load_table_from_dataframe send them."""
+"""Loading Parquet files as sent by pandas-gbq and load_table_from_dataframe."""
 
 import io
 from pathlib import Path

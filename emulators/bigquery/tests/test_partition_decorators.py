@@ -1,4 +1,4 @@
-"""`table$20260131`: one partition as the destination of loads, copies, queries and streams."""
+"""`table$20260131`: one partition as the destination of loads, copies, queries, and streams."""
 
 import io
 import json
@@ -81,7 +81,7 @@ def test_a_load_replaces_one_partition_and_may_widen_the_table(client: bigquery.
 
 
 def test_partitions_are_copied_into_partitions(client: bigquery.Client) -> None:
-    # Like dbt's insert_overwrite with copy_partitions.
+    # As done by dbt's insert_overwrite with copy_partitions.
     rows_of(client, "CREATE TABLE d.fresh (day DATE, n INT64) PARTITION BY day")
     rows_of(client, "INSERT INTO d.fresh VALUES ('2026-01-01', 7), ('2026-01-05', 8)")
     place = f"{client.project}.d."

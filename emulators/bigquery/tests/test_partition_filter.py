@@ -1,4 +1,4 @@
-"""Tables that require a partition filter, and pseudo-columns of ingestion-time partitioning."""
+"""Tables that require a partition filter, and the pseudocolumns of ingestion-time partitioning."""
 
 import datetime as dt
 

@@ -1,4 +1,4 @@
-"""Requests with fields of the wrong type: every route rejects them, naming the field."""
+"""Requests with fields of the wrong type: every route rejects them and names the field."""
 
 import gzip
 import json
@@ -119,7 +119,7 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
 @pytest.mark.parametrize(
     ("body", "encoding", "status"),
     [
-        # No time of day is included, because the test names must be the same in every process.
+        # The time of day is not included, because the test names must be the same in every process.
         (gzip.compress(b"{}", mtime=0)[:-4], "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 400),

@@ -1,4 +1,4 @@
-"""insertAll with Google's client: accepted rows, rejected rows, and repeats."""
+"""insertAll with Google's client: accepted rows, rejected rows, and repeated rows."""
 
 import base64
 import datetime as dt
@@ -208,7 +208,7 @@ def test_a_value_that_does_not_fit_is_refused(
     assert error["errors"][0]["location"] == "v"
 
 
-# Google's client writes years before 1000 without leading zeros.
+# For years before 1000, Google's client does not write leading zeros.
 _MOMENTS = st.datetimes(dt.datetime(1000, 1, 1), dt.datetime(9999, 12, 31, 23, 59, 59))
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 _JSON = st.recursive(

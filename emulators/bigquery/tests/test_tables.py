@@ -1,4 +1,4 @@
-"""Creating, reading, changing and deleting tables and views with Google's client."""
+"""Creating, reading, changing, and deleting tables and views with Google's client."""
 
 import pytest
 from google.api_core.exceptions import (

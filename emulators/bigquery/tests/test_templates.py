@@ -1,4 +1,4 @@
-"""Statements that differ only in literals: analyzed once, but translated as if separately."""
+"""Statements that differ only in literals: analyzed once, but translated as if separate."""
 
 from __future__ import annotations
 

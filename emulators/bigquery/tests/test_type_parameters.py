@@ -1,4 +1,4 @@
-"""STRING(n), BYTES(n) and NUMERIC(p, s): stored, returned, and enforced on all writes."""
+"""STRING(n), BYTES(n), and NUMERIC(p, s): stored, returned, and enforced on all writes."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Time zones in literals, parameters and columns, at clock changes and at the extremes of time."""
+"""Time zones in literals, parameters, and columns, with DST changes and extreme timestamps."""
 
 from __future__ import annotations
 

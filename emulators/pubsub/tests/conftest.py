@@ -17,7 +17,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("repeatable")
 
-# The servers run on this machine, where a proxy from the environment could not reach them.
+# The servers run on this machine, and a proxy set in the environment could not reach them.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 

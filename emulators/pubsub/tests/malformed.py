@@ -125,7 +125,7 @@ class Requests:
         return self.random.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
 
     def _named(self, field: Any) -> str:
-        """Returns, most of the time, a name of the kind that the field expects."""
+        """Usually returns a name of the kind that the field expects."""
         if self.random.random() < 0.2 or field.name not in NEEDED:
             return ""
         if field.name in {"project", "parent"}:

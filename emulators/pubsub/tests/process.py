@@ -46,7 +46,7 @@ class Process:
             self.kill()
 
     def start(self) -> None:
-        """Starts it and returns immediately.
+        """Starts the server and returns immediately.
 
         The first start overwrites the log; later starts append to it.
         """
@@ -72,7 +72,7 @@ class Process:
 
         Raises:
             RuntimeError: the program exited first, or `limit_s` seconds passed. The message
-                contains its log.
+                contains the program's log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -82,7 +82,7 @@ class Process:
             time.sleep(POLL_S)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, like a crash."""
+        """Kills the server with SIGKILL, simulating a crash."""
         self._running.kill()
         self._running.wait(STOP_LIMIT_S)
 

@@ -30,7 +30,7 @@ ENOUGH_SMALL, ENOUGH_LARGE = 60, 5
 """Number of responses before a kill."""
 SMALL_BYTES, LARGE_BYTES = (200, 2_000), (20_000, 50_000, 200_000)
 PAUSES_S = (0.0, 0.01, 0.1, 0.2)
-"""Pauses before a kill, to hit the server while it rejects, makes room or has room again."""
+"""Pauses before a kill, to hit the server as it rejects, makes room, or has room again."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Ledger:
     confirmed: set[str] = field(default_factory=set)
     """Messages whose ack was confirmed under exactly-once delivery."""
     again: set[str] = field(default_factory=set)
-    """Messages redelivered although their ack was confirmed."""
+    """Messages redelivered even though their ack was confirmed."""
     refused: int = 0
 
 

@@ -97,8 +97,8 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     monkeypatch.setattr(delivery_order, "NODE_PAUSE_S", 3600.0)
     await publish(publish_request("later"), NODE)
     monkeypatch.undo()
-    # Calls run one after another on the same loop: messages that arrive together are there before
-    # the last call.
+    # Calls run one after another on the same loop: messages that arrive together are all there
+    # before the last call.
     await publish(publish_request("now"), PYTHON)
     await wire.publish(TOPIC, "and now")
     deliveries = backlog.take(Consumer(lambda: None, 10.0))

@@ -124,7 +124,7 @@ PRIMITIVES = st.sampled_from(
 
 
 def definitions(depth: int) -> st.SearchStrategy[Any]:
-    """Definitions without unions: Apache's check only requires one compatible branch of a union."""
+    """Definitions without unions: Apache's check requires only one compatible branch of a union."""
     if not depth:
         return PRIMITIVES
     inner = definitions(depth - 1)

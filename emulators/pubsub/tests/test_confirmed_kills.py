@@ -111,7 +111,7 @@ async def test_what_an_ack_confirmed_does_not_come_again_and_the_rest_does(
         async with connect(server.endpoint) as wire:
             await wire.publish(TOPIC, *(f"{kill}.{number}" for number in range(MESSAGES)))
             received = await pulled(wire)
-            # Nacked to invalidate their ids: none, one, or all but one.
+            # Messages nacked to invalidate their ids: none, one, or all but one.
             stale = received[: (1, 0, len(received) - 1)[kill % 3]]
             await nack(wire, stale)
             refused = await door(server, wire, [message.ack_id for message in received])

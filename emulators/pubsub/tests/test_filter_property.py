@@ -97,7 +97,7 @@ def compounds(draw: st.DrawFn, parts: st.SearchStrategy[Expression]) -> Expressi
         )
     operands = draw(st.lists(parts, min_size=2, max_size=3))
     text = f" {kind.upper()} ".join(
-        # A negation binds tighter than AND and OR, so it may appear there without parentheses.
+        # Negation binds more tightly than AND and OR, so it needs no parentheses there.
         operand.text
         if operand.truth[0] == "not" and draw(st.booleans())
         else parenthesised(operand)

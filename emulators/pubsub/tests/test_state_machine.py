@@ -34,8 +34,8 @@ MAX_ATTEMPTS = 5
 class Deliveries(RuleBasedStateMachine):
     """Publishes, takes, acks, nacks, extends and waits in random order; compares with a model.
 
-    For each of the subscription's messages, the model tracks whether it was acked and how often it
-    was handed out.
+    For each of the subscription's messages, the model tracks whether it was acked and how many
+    times it was handed out.
     """
 
     leased: Bundle[Pulled] = Bundle("leased")

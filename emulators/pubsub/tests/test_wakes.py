@@ -13,7 +13,7 @@ class Wakes(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.asleep: dict[Reader, int] = {}
-        """How often each consumer had been woken by the time it fell asleep."""
+        """How many times each consumer had been woken by the time it fell asleep."""
         self.awake: list[Reader] = []
         self.leased: list[Pulled] = []
 

@@ -176,7 +176,7 @@ def kept_world(folder: Path) -> Iterator[KeptWorld]:
 
 
 class Reader(Consumer):
-    """A consumer that counts how often it was woken."""
+    """A consumer that counts how many times it was woken."""
 
     def __init__(self, ack_deadline_s: float, max_messages: int, max_bytes: int) -> None:
         super().__init__(self._count, ack_deadline_s, max_messages, max_bytes)

@@ -1,4 +1,4 @@
-"""Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg in the PATH.
+"""Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg on the PATH.
 
 Chromium uses a file as its microphone, and its MediaRecorder creates the recordings. Writes
 chromium.webm and chromium.mp4 to this folder.
@@ -36,7 +36,7 @@ DONE = Event()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the page, and writes what it records."""
+    """Serves the page and writes what it records."""
 
     def do_GET(self) -> None:
         self.send_response(200)

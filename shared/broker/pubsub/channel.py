@@ -29,7 +29,7 @@ from shared.process.concurrency import add_jitter, backoff
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # These classes are created at run time, so type checkers only know their names.
+    # These classes are created at run time, so type checkers know only their names.
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
@@ -176,9 +176,9 @@ class Channels:
 
 
 def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
-    # A plain gRPC server disconnects clients that ping an idle connection more often than every 5
-    # minutes. Google's front end allows pings every 30 s, which are needed for an idle pull behind
-    # a NAT.
+    # A plain gRPC server disconnects clients that ping an idle connection more often than once
+    # every 5 minutes. Google's front end allows pings every 30 s, which are needed for an idle pull
+    # behind a NAT.
     keepalive_ms = 30_000 if is_secure else 310_000
     return [
         ("grpc.use_local_subchannel_pool", 1),
@@ -316,7 +316,7 @@ class AckQueue:
         self._start()
 
     async def flush(self, timeout_s: float) -> None:
-        """Sends everything queued, and waits up to `timeout_s` for it to finish."""
+        """Sends everything queued and waits up to `timeout_s` for it to finish."""
         self._start()
         if self._send_tasks:
             await asyncio.wait(self._send_tasks, timeout=timeout_s)

@@ -8,7 +8,7 @@ ack, so a crash loses nothing, and every consumer must be idempotent. Flow contr
 (`max_outstanding_*`): the broker sends no more than we can hold, and sends the rest to other
 subscribers. Leases: a message that is neither acked nor extended is redelivered after the ack
 deadline. Order matters only within an ordering key, which has one request in flight at a time. Acks
-are best effort: a lost ack causes a second delivery.
+are best-effort: a lost ack causes a second delivery.
 
 Rejected alternatives:
 - Google's own subscriber: it uses several threads per subscription (five each in 2.44.0), a 10 ms
@@ -63,9 +63,9 @@ REQUEST_LIMIT_BYTES = 9_000_000
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
-"""Maximum requests in flight per topic.
+"""Maximum number of requests in flight per topic.
 
-With more requests in flight, messages are coalesced less. With fewer, messages wait up to one round
+With more requests in flight, less coalescing happens. With fewer, messages wait up to one round
 trip.
 """
 
@@ -87,7 +87,7 @@ class _Pending:
 
 
 class PublishQueue:
-    """Publishes on one channel. The total queue across all topics is bounded."""
+    """Publishes on one channel. The total queue size across all topics is bounded."""
 
     def __init__(self, method: Method) -> None:
         self._method = method

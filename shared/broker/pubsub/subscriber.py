@@ -50,7 +50,7 @@ STREAMS_PER_CHANNEL = 80
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Messages held on the old streams come on top of that until they are acked.
+Messages held on the old streams are in addition to that until they are acked.
 """
 MIN_GROWTH = 0.25
 """A new stream is opened with room for at least this fraction of the number already held."""
@@ -308,9 +308,9 @@ class StreamSubscription:
 
     Args:
         max_messages: maximum number of messages on the first stream. Also limits the number of
-            messages held here if the broker ignores it.
-        max_bytes: maximum total bytes of these messages and those added by `hold`. 0 means no
-            limit.
+            messages held here if the broker ignores the limit.
+        max_bytes: maximum total size, in bytes, of these messages and those added by `hold`. 0
+            means no limit.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class StreamSubscription:
             await self._arrival
 
     def ack(self, message: ReceivedMessage) -> None:
-        """A second ack is ignored. An ack for a lost message is best effort."""
+        """A second ack is ignored. An ack for a lost message is best-effort."""
         if self._leases.release(message) or message.lost:
             self._room.set()
             self._acks.ack(message.ack_id)

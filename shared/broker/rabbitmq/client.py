@@ -47,7 +47,7 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""Number of topics known to exist, so that messages without a queue need no query."""
+"""Number of topics remembered as existing, so that messages without a queue need no query."""
 
 OPEN_S = 5.0
 """How long to wait for a subscription's consumer when opening it.
@@ -250,8 +250,8 @@ class RabbitTransport:
     Args:
         project: prefix for all names, so that several deployments can share a vhost.
         broker: broker URL. See broker_url.
-        answer_limit_s: maximum seconds to wait for a response before retrying. Increases with each
-            attempt.
+        answer_limit_s: maximum number of seconds to wait for a response before retrying. Increases
+            with each attempt.
 
     Raises:
         ConfigurationError: the URL is invalid.

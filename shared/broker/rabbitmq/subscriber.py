@@ -388,7 +388,7 @@ class QueueSubscription:
             self._resizing.clear()
             if self._waits is None or not self.is_connected:
                 continue
-            # A closed channel is reopened, and then resized.
+            # A closed channel is reopened and then resized.
             with suppress(*BROKEN):
                 await (self._resize_now if is_asked else self._measure)(self._waits)
 

@@ -33,7 +33,7 @@ class LinkTo(Protocol):
 
 
 class WorkBound(NamedTuple):
-    """Maximum work of an item."""
+    """Maximum work for an item."""
 
     work: int
     """Work in the task's unit."""
@@ -77,7 +77,7 @@ class StepInput(NamedTuple):
 class TaskResult(msgspec.Struct, omit_defaults=True):
     """One item's result. Each task has one tagged subclass.
 
-    The item is charged for the `tokens`, `pixel_steps` or `work` field.
+    The item is charged for the `tokens`, `pixel_steps`, or `work` field.
     """
 
     def find_wrong_number(self) -> str:
@@ -190,8 +190,8 @@ class Task(ABC):
     """
     shares_weights: ClassVar[bool] = False
     """True if a step reads all weights once for all of its items, and spends most of its time doing
-    so. In that case, a model that has a whole CPU gets one process with all cores, because several
-    processes would each read the weights.
+    so. In that case, a model with a CPU to itself gets one process that uses all cores, because
+    several processes would each read the weights.
     """
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -215,7 +215,7 @@ class Task(ABC):
         """Returns the maximum work per batch, in the task's unit."""
 
     def usual_batch(self, entry: CatalogEntry) -> Batch:
-        """Returns the limits of a batch on a device that was not measured. Default: the entry's."""
+        """Returns the batch limits for a device without measurements. Default: the entry's."""
         return entry.batch
 
     @abstractmethod
@@ -227,24 +227,24 @@ class Task(ABC):
         return INLINE_LIMIT_BYTES
 
     def largest_job(self, entry: CatalogEntry, item_work: float = inf) -> int:
-        """Returns the maximum items per job that keeps the reply below INLINE_LIMIT_BYTES.
+        """Returns the maximum number of items that keeps a job's reply below INLINE_LIMIT_BYTES.
 
         Args:
-            item_work: the items' average work. Infinite if not known.
+            item_work: the average work per item. Infinite if not known.
         """
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """Returns a model's inputs and output as a flow step."""
+        """Returns the inputs and output that a model has as a flow step."""
 
     @abstractmethod
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
         """Returns a step item's input.
 
         Args:
-            values: values keyed by name, as returned by `check_values`: plain values without nulls,
-                and a Blob for each file.
+            values: plain values without nulls, plus a Blob for each file, keyed by name, as
+                returned by `check_values`.
 
         Raises:
             BadInput: the model does not accept the input.

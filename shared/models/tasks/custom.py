@@ -78,7 +78,7 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
 }
 """The inputs that an endpoint sets, with their types. A class must have at least the first one.
 
-Set by api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py.
+Set by api/openai/audio.py, api/openai/speech.py, and api/mistral/ocr.py.
 """
 _ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
 """The elements a class yields, keyed by endpoint."""
@@ -100,7 +100,7 @@ class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
     at: list[str | int]
     media_type: str
     number: int
-    """The file's number among all files in the output, from 0."""
+    """The file's number among all files in the output, starting at 0."""
     digest: str
     uri: str = ""
     """A `data:` URI. Empty if the file is in the object store (`streamed_suffix`)."""
@@ -309,7 +309,7 @@ class CustomResult(TaskResult, tag="custom"):
     def step_value(self) -> Any:
         """Returns the output with a Blob for each file.
 
-        Streamed text is joined into a single text.
+        Streamed text is joined into a single string.
         """
         if self.streams == "text":
             return self.text
@@ -350,7 +350,7 @@ class CustomInput(TaskInput, tag="custom"):
     is_streamed: bool = False
     """True if the output's pieces are streamed as they are computed."""
     compared_with: CustomResult | None = None
-    """A canary's output for this input, which is recomputed for comparison."""
+    """A canary's output to compare with, if this input is being recomputed for comparison."""
     context: dict[str, str] = msgspec.field(default_factory=dict)
     """Available to the class as `current_scope().context`."""
 
@@ -382,7 +382,7 @@ class CustomInput(TaskInput, tag="custom"):
 
 
 def with_places(value: Any) -> tuple[Any, list[Blob], list[FilePlace]]:
-    """Returns a value with null in place of each Blob, the Blobs, and their positions."""
+    """Returns the value with null for each Blob, plus the Blobs and their positions."""
     files, places = list[Blob](), list[FilePlace]()
     return _without_files(value, [], files, places), files, places
 
@@ -468,7 +468,7 @@ class CustomTask(Task):
         return {"batch": {} if interface.batches else {"max_items": interface.concurrency}}
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Validates the entry. The class determines how many items it computes at a time."""
+        """Validates the entry. The class determines how many items it processes at a time."""
         if entry.backend != "auto":
             raise ValueError(f"{self.noun} does not support backend; omit it")
         interface = interface_of(entry)
@@ -506,7 +506,7 @@ class CustomTask(Task):
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
         """Returns the schemas in the model's penstock.schema.json.
 
-        Streamed text is a single text.
+        Streamed text is a single string.
         """
         interface = interface_of(entry)
         output = {"type": "string"} if interface.streams == "text" else interface.output

@@ -40,7 +40,7 @@ MAX_BATCH_TOKENS = 32_768
 (docs/measurements/gpu.md).
 """
 USUAL_BATCH_TOKENS = 2048
-"""Tokens per batch on a device that was not measured. On CPUs, larger batches gain nothing."""
+"""Tokens per batch on a device without measurements. On CPUs, larger batches gain nothing."""
 TOKENS_PER_ITEM = 32
 """Shortest average text length at which a batch of the default size is full."""
 USUAL_BATCH_ITEMS = USUAL_BATCH_TOKENS // TOKENS_PER_ITEM
@@ -51,7 +51,7 @@ JOB_REPLY_BYTES = 256 * 1024
 BATCHES_ADMITTED = 4
 """Number of full batches that an API instance admits by default.
 
-An overlapping GPU has two, a third waits in the worker, and a fourth is on its way.
+With overlap, a GPU has two, a third waits in the worker, and a fourth is on its way.
 """
 USUAL_IN_FLIGHT = 512
 
@@ -59,7 +59,7 @@ TEXT_FIELDS: Mapping[str, Any] = {
     "text": {"type": "string", "minLength": 1},
     "truncate": {"type": "string", "enum": ["end", "start"]},
 }
-"""A sentence encoder's inputs as a flow step, as JSON Schema."""
+"""A sentence encoder's flow step inputs, as JSON Schema."""
 
 
 def estimate_tokens(text: str) -> int:
@@ -75,7 +75,7 @@ def cut_estimate(tokens: int, max_tokens: int) -> int:
 def bound_tokens(text: str) -> int:
     """Returns the maximum number of tokens a tokenizer can produce, without special tokens.
 
-    A token has at least one byte, but tokenizers may normalize a text first
+    A token is at least one byte long, but tokenizers may normalize a text first
     (https://www.unicode.org/reports/tr15/). The decomposed forms are the longest.
     """
     if text.isascii():
@@ -103,7 +103,7 @@ def read_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str
     """Returns the text in a flow step input.
 
     Raises:
-        BadInput: the value is not a text, or is too long for the model.
+        BadInput: the value is not text, or is too long for the model.
     """
     text = values.get(field)
     if not isinstance(text, str) or not text:
@@ -226,9 +226,10 @@ class EmbeddingResult(TaskResult, tag="embedding"):
 
 
 def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
-    """Returns the batch limits for an encoder that computes `tokens` at a time.
+    """Returns the batch limits for an encoder that processes `tokens` tokens at a time.
 
-    At most the entry's limits, with proportionally fewer items, but not fewer than usual.
+    They are at most the entry's limits, with proportionally fewer items, but never fewer than
+    usual.
     """
     batch = entry.batch
     max_tokens = batch.max_tokens or MAX_BATCH_TOKENS
@@ -290,7 +291,7 @@ class EmbeddingTask(Task):
     def largest_job(self, entry: CatalogEntry, item_work: float = math.inf) -> int:
         """Returns the number of texts in a usual batch, so a large request still has several jobs.
 
-        Vectors don't go to the object store, so only the time it takes to read them limits them.
+        Vectors don't go to the object store, so their only limit is the time it takes to read them.
         """
         batch = self.usual_batch(entry)
         in_batch = min(batch.max_items, (batch.max_tokens or USUAL_BATCH_TOKENS) // item_work)

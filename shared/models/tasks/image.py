@@ -179,7 +179,7 @@ class ImageInput(TaskInput, tag="image"):
 
 
 class ImagesInput(TaskInput, tag="images"):
-    """The images in a request that has steps after each image: `first` with several seeds.
+    """The images in a request with steps after each image: `first`, drawn with several seeds.
 
     Large sources are in the object store. `is_repeatable`: True if identical requests produce
     identical images, which may be cached. `upscale`: factor by which to enlarge the images.
@@ -363,7 +363,7 @@ class ImageTask(Task):
     is_compiled = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sets torch as the backend and slots for replies, because an item takes seconds."""
+        """Makes torch the backend and uses slots for replies, because an item takes seconds."""
         return {"backend": "torch", "replies": "slots"}
 
     def check_entry(self, entry: CatalogEntry) -> None:
@@ -380,7 +380,7 @@ class ImageTask(Task):
         return entry.batch.max_pixel_steps
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns the minimum peak signal-to-noise ratio, in dB, of images considered equal."""
+        """Returns the minimum peak signal-to-noise ratio, in dB, for images to count as equal."""
         return entry.tolerance.psnr_db
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:

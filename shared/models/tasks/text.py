@@ -1,4 +1,4 @@
-"""Generation, `text` in the catalog: a language model continues a conversation or a prompt.
+"""Generation (`text` in the catalog): a language model continues a conversation or a prompt.
 
 The worker that prepares prompts counts the tokens in a conversation or a prompt. The model does not
 run, so counting is free.
@@ -68,7 +68,7 @@ STEP_FIELDS: Mapping[str, Any] = {
         "maxItems": 4,
     },
 }
-"""A text model's inputs as a flow step, as JSON Schema; the same as for a prediction."""
+"""A text model's flow step inputs, as JSON Schema; the same as for a prediction."""
 
 ID_BYTES = 4
 
@@ -195,7 +195,7 @@ class GenerationInput(TaskInput, tag="generation"):
         )
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns an estimate of the prompt's tokens, plus all that may be generated."""
+        """Returns an estimate of the prompt's tokens, plus the maximum that may be generated."""
         return self._estimate_prompt() + self.max_tokens
 
     def _estimate_prompt(self) -> int:
@@ -282,7 +282,7 @@ class GenerationResult(TaskResult, tag="generation"):
 def is_sampling_repeatable(
     seed: int | None, temperature: float | None, top_p: float | None
 ) -> bool:
-    """Returns whether an identical request produces an identical text."""
+    """Returns whether an identical request produces identical text."""
     return seed is not None or temperature == 0 or top_p == 0
 
 
@@ -351,7 +351,7 @@ class GenerationTask(Task):
         """Accepts a prompt or messages.
 
         Raises:
-            BadInput: there is not exactly one of them, or too many tokens are requested.
+            BadInput: neither or both are given, or too many tokens are requested.
             ContextLengthExceeded: the prompt is far too long for the model.
         """
         prompt, messages = values.get("prompt"), values.get("messages")

@@ -1,4 +1,4 @@
-"""Batches with reserved, spent and raised budgets, and the room they leave for other batches."""
+"""Batches with reserved, spent, and raised budgets, and the room they leave for other batches."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ PRICED = Catalog(
     )
 )
 RESERVED_USD, SPENT_USD = 21.0, 1.5
-"""Half the list price of the 42 tokens that each of `_lines` may use, and of the 3 that it does
-use.
+"""Half the list price of the 42 tokens that each of `_lines` may use, and of the 3 that each
+actually uses.
 """
 
 
@@ -74,7 +74,7 @@ def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = No
 
 
 def _computed(api: ApiUnderTest, batch: Any) -> Counter[str]:
-    """How often each of a batch's lines was computed, keyed by request id."""
+    """How many times each of a batch's lines was processed, keyed by request id."""
     ids = (job.envelope.request_id for job in api.worker.jobs)
     return Counter(one for one in ids if one.startswith(batch.id))
 

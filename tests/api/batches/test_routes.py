@@ -1,4 +1,4 @@
-"""/v1/batches: which batches callers can create, list and see."""
+"""/v1/batches: which batches callers can create, list, and see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner: turns, takeovers, retries and budgets."""
+"""The runner: turns, takeovers, retries, and budgets."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_creation_that_broke_off_is_forgotten(api: ApiUnderTest) -> None:
 async def test_lines_stay_within_the_budget_of_the_month(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates apply only to requests. With a spent budget, lines wait until the end."""
+    """Rates apply only to requests. If the budget is spent, lines wait until the end."""
     monkeypatch.setattr(service, "WINDOW_S", 3)
     keys = keys_url(
         tmp_path,

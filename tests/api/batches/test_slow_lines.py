@@ -1,4 +1,4 @@
-"""A slow line does not hold up any other line, and no response after it is lost."""
+"""A slow line does not hold up any other line, and no later response is lost."""
 
 from __future__ import annotations
 

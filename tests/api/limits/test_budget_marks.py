@@ -340,7 +340,7 @@ async def test_instance_can_stop_during_a_check_while_redis_is_unreachable(
 
 
 async def test_operators_at_once_add_rows_once(redis_url: str, clock: Clock) -> None:
-    """A command and an instance read the same rows while a request spends."""
+    """A command and an instance read the same rows while a request is spending."""
     rows = MeetingRows(3)
     async with LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
         await store.read_age_s()

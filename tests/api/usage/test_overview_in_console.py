@@ -63,7 +63,7 @@ async def serious_barriers(page: Page) -> list[str]:
 
 
 async def store_rows_of_last_week(world: World, copies: int) -> None:
-    """Stores the rows of all requests so far a second time, dated seven days earlier."""
+    """Stores a second copy of the rows for all requests so far, dated seven days earlier."""
     rows: list[dict[str, Any]] = []
     for row in world.rows():
         for copy in range(copies):

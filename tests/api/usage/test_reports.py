@@ -83,7 +83,7 @@ def read_parquet(file: bytes, folder: Path) -> tuple[dict[str, str], list[tuple[
     path.write_bytes(file)
     relation = duckdb.sql(f"FROM read_parquet('{path}')")
     types = dict(zip(relation.columns, map(str, relation.types), strict=True))
-    # As text, because a time would need pytz.
+    # As text, because returning a time would require pytz.
     times = [name for name, kind in types.items() if kind == "TIMESTAMP WITH TIME ZONE"]
     chosen = ", ".join(f"epoch_us({name}) AS {name}" for name in times)
     return types, relation.project(f"* REPLACE ({chosen})" if times else "*").fetchall()

@@ -1,4 +1,4 @@
-"""Only a few usage queries run at a time, and for a while their results are served from memory."""
+"""Only a few usage queries run at a time, and their results are cached in memory for a while."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class World:
 _EMPTY: dict[str, list[str]] = defaultdict(list)
 """Unused projects with empty tables and views, keyed by the BigQuery they belong to.
 
-Creating them takes a second of CPU time, more than most tests here take.
+Creating them takes a second of CPU time, which is more than most tests here take.
 """
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's client against speech models: each format, streams, times, batches and errors.
+"""OpenAI's client against speech models: each format, streams, timestamps, batches, and errors.
 
 Inputs and expected results are in the file PENSTOCK_CLIENTS_AUDIO (tests/clients/audio_classes.py).
 """

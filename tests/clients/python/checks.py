@@ -1,7 +1,7 @@
 """Shared code for all Python client scripts.
 
-It has URLs, plain HTTP requests for comparison, and reports of each check's outcome. A script runs
-in its client's environment, so this module may import only the standard library.
+Provides URLs, plain HTTP requests for comparison, and reports of each check's outcome. A script
+runs in its client's environment, so this module may import only the standard library.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ EXPECTED = os.environ["PENSTOCK_CLIENTS_EXPECTED"]
 AUDIO = os.environ["PENSTOCK_CLIENTS_AUDIO"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = float(os.environ["PENSTOCK_CLIENTS_LIMIT_S"])
-"""Limit for one response: usually well under a second, or a few seconds if images are drawn or
-texts generated.
+"""Limit for one response: it usually takes well under a second, or a few seconds to draw images or
+generate text.
 """
 MIN_COSINE = 0.9999
-"""Minimum cosine between two vectors for the same text, perhaps from batches of different lengths,
-in bf16.
+"""Minimum cosine similarity between two bf16 vectors for the same text, which may come from batches
+of different lengths.
 """
 PNG = b"\x89PNG\r\n"
 PROMPT = "a large red circle on a white background"
@@ -104,7 +104,7 @@ def raises(kind: type[E]) -> Iterator[Raised[E]]:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
-    """The service's decoded response, requested without any client."""
+    """The service's decoded response to a request made without any client."""
     return json.loads(_answer(path, KEY, json.dumps(body).encode()))
 
 
@@ -144,7 +144,7 @@ def bigquery_url() -> str:
 
 
 def needs_same_machine() -> None:
-    """Skips a check that receives calls from the service, unless both are on this machine.
+    """Skips a check in which the service calls back, unless both are on this machine.
 
     Raises:
         Skip: the service is on another machine, which can't call this one.

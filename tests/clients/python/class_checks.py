@@ -95,7 +95,7 @@ def same_events(outputs: list[Any], expected: Any) -> None:
     """Fails unless the events have this output.
 
     A returned list is one event, and each generator element is one event. An event may contain
-    several texts. The API also treats U+2028 as a line break, because clients in use do.
+    several texts. The API also treats U+2028 as a line break, because some clients do.
     """
     if isinstance(expected, str):
         expected = expected.replace("\u2028", "\n")

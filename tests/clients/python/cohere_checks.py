@@ -31,13 +31,13 @@ def client(key: str = KEY) -> cohere.ClientV2:
 
 
 def scores(texts: list[str]) -> list[float]:
-    """The cosines of the vectors returned by plain HTTP."""
+    """The cosine similarities of the vectors returned over plain HTTP."""
     *documents, query = (np.array(one) for one in vectors([*texts, QUERY]))
     return [float(one @ query) for one in documents]
 
 
 def assert_ranked(results: list[tuple[int, float]], texts: list[str]) -> None:
-    """Asserts that `results` are the best texts by their cosines."""
+    """Asserts that `results` contains the texts with the highest cosine similarity."""
     wanted = scores(texts)
     order = sorted(range(len(texts)), key=wanted.__getitem__, reverse=True)[: len(results)]
     assert [index for index, _ in results] == order, (results, wanted)

@@ -1,7 +1,7 @@
 """instructor: objects that follow a schema, in each mode it has for OpenAI's and Anthropic's
 clients.
 
-A small model does not reliably return JSON from a prose request. If a mode does not force the
+A small model does not reliably return JSON from a prose request. If a mode doesn't enforce the
 format itself, the check adds something that does: a grammar, or a tool that must be called.
 """
 

@@ -1,4 +1,4 @@
-"""LangChain: embeddings through langchain-openai, searched in a vector store, and chats."""
+"""LangChain: chats, and embeddings from langchain-openai that are searched in a vector store."""
 
 from __future__ import annotations
 

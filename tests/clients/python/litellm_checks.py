@@ -7,7 +7,7 @@ import base64
 import os
 from typing import Any
 
-# Prices come with the package rather than from the network.
+# Prices come with the package instead of being fetched over the network.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm

@@ -79,7 +79,7 @@ def proxy() -> Iterator[str]:
         with log.open("w") as output:
             running = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
-                # Prices come with the package rather than from the network.
+                # Prices come with the package instead of being fetched over the network.
                 env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": folder},
                 cwd=folder,
                 stdout=output,

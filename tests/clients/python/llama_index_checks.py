@@ -1,4 +1,4 @@
-"""LlamaIndex: embeddings through its OpenAI classes, searched in an index, and texts."""
+"""LlamaIndex: text, and embeddings through its OpenAI classes that are searched in an index."""
 
 from __future__ import annotations
 

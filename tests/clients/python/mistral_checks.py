@@ -80,7 +80,7 @@ def right_share(read: str, written: str) -> float:
 
 
 def say(text: str) -> None:
-    """Adds a figure to figures.txt in the documents' folder."""
+    """Adds a number to figures.txt in the documents' folder."""
     with (FOLDER / "figures.txt").open("a") as file:
         file.write(f"{text}\n")
 

@@ -213,8 +213,9 @@ def timeout_of_the_client() -> None:
 
 @check
 def deadline_is_told_at_once_or_when_it_passed() -> None:
-    """The request is rejected if the API knows it would be late, and otherwise stopped; it is not
-    retried in either case.
+    """If the API knows it would be late, the request is rejected; otherwise, it is stopped.
+
+    It is not retried in either case.
     """
     with raises(openai.APIStatusError) as caught:
         client.with_options(max_retries=0).images.generate(

@@ -1,4 +1,4 @@
-"""pandas-gbq: data frames to BigQuery and back, as Parquet and as CSV."""
+"""pandas-gbq: data frames written to BigQuery and read back, as Parquet and as CSV."""
 
 from __future__ import annotations
 

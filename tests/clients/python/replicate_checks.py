@@ -30,7 +30,7 @@ from tests.clients.python.checks import (
     vectors,
 )
 
-# Settings for the module's own functions, such as replicate.run.
+# Settings for module-level functions, such as replicate.run.
 os.environ |= {"REPLICATE_BASE_URL": URL, "REPLICATE_API_TOKEN": KEY}
 
 import replicate
@@ -42,7 +42,7 @@ from replicate.webhook import Webhooks
 TEXT_REF, IMAGE_REF = f"any/{EMBEDDER}", f"any/{PAINTER}"
 SMALL = {"prompt": PROMPT, "width": 64, "height": 64}
 SLOW = {"prompt": PROMPT, "width": 256, "height": 256, "num_inference_steps": 100}
-"""Takes far longer than canceling it does."""
+"""Takes far longer than it takes to cancel."""
 client: Any = Client(api_token=KEY, base_url=URL)
 """Untyped, so that checks can inspect any response."""
 

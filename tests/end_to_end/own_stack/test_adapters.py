@@ -1,7 +1,7 @@
 """The shipped image model with a LoRA and an IP-Adapter, through the API.
 
-The judge, which does not know the shipped LoRA, classifies its images as ink. The IP-Adapter has
-random weights.
+The judge, which doesn't know about the shipped LoRA, classifies its images as ink. The IP-Adapter
+has random weights.
 """
 
 import base64
@@ -74,7 +74,7 @@ def test_a_style_is_recognized_with_its_adapter_and_not_without(client: openai.O
 
 
 class Drawn(NamedTuple):
-    """A response: a PNG file, its cost, and its cache result."""
+    """A response: a PNG file, its cost, and whether it came from the cache."""
 
     png: bytes
     cost_usd: float
@@ -107,7 +107,7 @@ def test_an_image_is_drawn_after_another(client: openai.OpenAI) -> None:
     assert (after_light.cache, again.cache) == ("miss", "hit")
     assert again.png == after_light.png
     assert again.cost_usd < after_light.cost_usd
-    # A different scale is a different key, and a scale of 0 has no effect.
+    # A different scale produces a different key, and a scale of 0 has no effect.
     unscaled = after(light, 0)
     assert (unscaled.png, unscaled.cache) == (alone.png, "miss")
     with pytest.raises(openai.BadRequestError, match="has no IP-Adapter 'other'; it has random"):

@@ -77,7 +77,8 @@ def test_other_weights_are_taken_back_and_no_request_fails(pair: Stack) -> None:
 
         eventually(lambda: ask() == "2")
         until_s = time.monotonic() + WAIT_LIMIT_S
-        # With a share of one half, 40 in a row come from one revision once in 10^12 tries.
+        # With a share of one half, 40 in a row come from the same revision only once in 10^12
+        # tries.
         while "2" in revisions[-40:]:
             assert time.monotonic() < until_s, f"not taken back: {Counter(revisions)}"
             ask()

@@ -2,7 +2,7 @@
 
 Neither learns anything about the other or delays it.
 
-Work is measured in the engine process's CPU seconds, which other programs hardly affect.
+Work is measured in CPU seconds of the engine process, which other programs hardly affect.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Caller:
-    """Sends requests to the pipeline and measures the engine's work in the meantime."""
+    """Sends requests to the pipeline and meanwhile measures the engine's work."""
 
     def __init__(self, world: World, http: aiohttp.ClientSession) -> None:
         self._url = f"{world.url(APIS[0])}/v1/completions"
@@ -94,7 +94,7 @@ class Caller:
         return self._http.post(self._url, json=body, headers=key | {"cache-control": "no-store"})
 
     async def ask(self, key: dict[str, str], prompt: list[int]) -> tuple[float, int]:
-        """Returns the engine's CPU seconds for a prompt, and its cached tokens."""
+        """Returns the engine's CPU seconds for a prompt, and how many of its tokens were cached."""
         began_s = self.engine_s
         async with self.post(key, prompt) as answer:
             assert answer.status == 200, await answer.text()
@@ -125,7 +125,7 @@ async def test_a_prompt_of_another_tenant_takes_as_long_as_a_new_one(
 async def test_a_short_prompt_overtakes_the_long_ones_of_another_tenant(
     world: World, http: aiohttp.ClientSession
 ) -> None:
-    """In order of arrival, the short prompt would come last."""
+    """If served in order of arrival, the short prompt would come last."""
     caller = Caller(world, http)
     loud = [asyncio.create_task(caller.ask(LOUD, [20 + number] * LONG)) for number in range(NOISY)]
     await caller.until_engine_works()

@@ -38,7 +38,7 @@ ENTRY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Serves the entry, whose interface was written by `penstock models check`."""
+    """Serves the entry, using the interface written by `penstock models check`."""
     folder = tmp_path_factory.mktemp("entries")
     source = tiny_chroma.write_folder(folder / "chroma", folder)
     catalog = {"models": [ENTRY | {"source": f"local:{source}"}]}

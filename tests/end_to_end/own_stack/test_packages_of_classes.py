@@ -1,4 +1,4 @@
-"""One stack: classes with two versions of numpy, a misbehaving class, and its neighbor."""
+"""One stack with classes that use two numpy versions, a misbehaving class, and its neighbor."""
 
 from __future__ import annotations
 

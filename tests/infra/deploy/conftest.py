@@ -1,4 +1,4 @@
-"""One plan with two regions and one rendering, which most tests only read."""
+"""One plan with two regions, and its rendered output, which most tests only read."""
 
 from __future__ import annotations
 

@@ -90,9 +90,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def is_sent(file: Path) -> bool:
-    """True if .dockerignore lets the file through to the builder; the last matching rule
-    decides.
-    """
+    """True if .dockerignore lets the builder see the file; the last matching rule decides."""
     sent = True
     for rule in Path(".dockerignore").read_text(encoding="utf-8").splitlines():
         if not rule or rule.startswith("#"):

@@ -1,4 +1,4 @@
-"""Whole deployments off Google as Kustomize renders them, and helpers that examine them."""
+"""Whole deployments outside Google, as Kustomize renders them, and helpers that examine them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def rendered(out: Path, **changes: object) -> Objects:
 
 
 def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
-    """A site's objects in a cluster with this catalog; skips like `rendered`."""
+    """A site's objects in a cluster with this catalog; skips the test when `rendered` does."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     found = SelfHostedSite.model_validate(site)

@@ -74,8 +74,9 @@ def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, lis
 
 
 def _variables_of(root: str, reason: str) -> list[str]:
-    """The options that don't exist, or the variable whose rule produced the reason. Empty if
-    neither.
+    """The options that don't exist, or the variable whose rule caused the rejection.
+
+    Empty if neither.
     """
     if unknown := re.findall(r"no such option: (\w+)[.]", reason):
         return unknown
@@ -131,12 +132,12 @@ def api_container(plan: Plan, region: str) -> dict[str, Any]:
 
 
 def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
-    """The API's environment; values are None if they are known only after an apply."""
+    """The API's environment; values known only after an apply are None."""
     return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
 
 
 def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
-    """A function's environment; values are None if they are known only after an apply."""
+    """A function's environment; values known only after an apply are None."""
     (container,) = [
         container
         for found in plan.of("google_cloud_run_v2_service")

@@ -1,7 +1,7 @@
 """Terraform, Kubernetes, the embedded stack and the code agree on names, filters, ports, probes and
 the table.
 
-Settings are compared in test_settings.py, permissions in test_rights.py.
+Settings are compared in test_settings.py, and permissions in test_rights.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXPORTERS = (
     shared.usage.writer,
     workers.metrics,
 )
-"""Imported because importing them registers their metrics."""
+"""Imported because importing these modules registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
 
 

@@ -71,7 +71,7 @@ def test_every_substitution_is_used_and_said_what_for(path: Path) -> None:
     lines = text.splitlines()
     for name in declared:
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  {name}:"))
-        # A comment is right above the variable or above its group.
+        # A comment is directly above the variable or directly above the variable's group.
         while lines[place].lstrip().startswith("_"):
             place -= 1
         assert lines[place].lstrip().startswith("#"), name

@@ -40,7 +40,7 @@ def variables(*names: str) -> dict[str, str]:
 
 
 def filled(value: Any, given: dict[str, str]) -> Any:
-    """The value with Compose's variables replaced."""
+    """The value with Compose's variables substituted."""
     if isinstance(value, dict):
         return {name: filled(one, given) for name, one in value.items()}
     if isinstance(value, list):

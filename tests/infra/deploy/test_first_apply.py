@@ -1,4 +1,4 @@
-"""Prerequisites in an empty project, in order: APIs, agents, pools, roles.
+"""Prerequisites in an empty project, in order: APIs, service agents, pools, and roles.
 
 The order comes from Terraform's own graph, so a resource in a new file is checked too.
 """
@@ -60,7 +60,7 @@ OTHERS_NEED = {
     "sts": "tokens of clusters outside Google",
     "telemetry": "spans",
 }
-"""APIs that create no resource, and the callers that need them."""
+"""APIs that don't create resources, and the callers that need them."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Base images: the build sets them, by digest."""
+"""Base images: the build specifies them by digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_base_is_given_by_the_build(name: str) -> None:
     # `scratch` is an empty base, not an image.
     assert all(stage.base in names | {f"${{{base}}}", "scratch"} for stage in stages(name))
     assert len(stages(name)) > 1
-    # Without a default, no build uses whatever a tag currently refers to.
+    # Because there is no default, no build uses whatever a tag currently refers to.
     assert f"\nARG {base}\n" in text
     assert f"ARG {base}=" not in text
 

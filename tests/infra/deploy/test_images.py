@@ -140,10 +140,11 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
         if "--no-index" in install:
             continue  # our own wheel, built from packages that are already installed
         checked = "--require-hashes" in install or "--verify-hashes" in install
-        # The base chooses its options: other torch builds are in no lock.
+        # The base chooses its options, because other torch builds aren't in any lock file.
         assert checked or (name == "cuda" and '"$@"' in install), install
     if any("--verify-hashes" in install for install in installs):
-        # Hashes are verified only if a package has them, so packages without any are detected here.
+        # Hashes are verified only for packages that have them, so packages without any are detected
+        # here.
         assert "lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton" in " ".join(
             text.split()
         )
@@ -231,7 +232,7 @@ def test_worker_has_the_settings_of_the_manifests(objects: Objects) -> None:
 
 def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
     environment = image("worker").environment
-    # Class environments are created together with the image.
+    # Class environments are created when the image is built.
     read_only = {"PENSTOCK_ENVIRONMENTS_DIR"}
     written = [
         value
@@ -281,7 +282,7 @@ def test_functions_start_what_terraform_names(plan: Plan) -> None:
         for env in container["env"] or []
         if env["name"] == "FUNCTION_SOURCE"
     }
-    # Relative to the image's working folder, which contains the copied files.
+    # Relative to the image's working directory, which contains the copied files.
     assert sources == {built.environment["FUNCTION_SOURCE"]}
     assert sources <= copied_files("functions")
     assert built.last("WORKDIR") == built.environment["PYTHONPATH"]

@@ -166,7 +166,7 @@ def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects, pl
         for config in pool["node_config"][0]["kubelet_config"]
     ]
     for part in parts:
-        # Time left after the system's pods have used theirs. Without a number, GKE uses 15 s.
+        # Time left after the system's pods have used theirs. If no number is given, GKE uses 15 s.
         ours_s = part["shutdown_grace_period_seconds"] - (
             part["shutdown_grace_period_critical_pods_seconds"] or 15
         )
@@ -200,7 +200,7 @@ def allocatable_mib(node: GpuType) -> float:
     """Disk space that GKE leaves on a boot disk:
     docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes.
 
-    The page's example of 100 GB has a capacity of 98,831,908 KiB, of which 47,060,071,478 bytes are
+    The page's 100 GB example has a capacity of 98,831,908 KiB, of which 47,060,071,478 bytes are
     allocatable.
     """
     capacity_gib = node.disk_gb * 98_831_908 / 2**20 / 100

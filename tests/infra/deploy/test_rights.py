@@ -169,7 +169,10 @@ KINDS = {
 
 
 def holder(member: str | None) -> str:
-    """A permission's holder, as named in USES. Network Connectivity's agent is known only later."""
+    """A permission's holder, as named in USES.
+
+    Network Connectivity's service agent isn't known until later.
+    """
     if member is None:
         return "Network Connectivity"
     if member.startswith("principalSet:"):

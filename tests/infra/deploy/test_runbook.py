@@ -50,7 +50,7 @@ EXPORTERS = (
     ),
     *(workers.functions.dependencies, workers.functions.main, workers.metrics),
 )
-"""Imported because importing them registers their metrics."""
+"""Imported because importing these modules registers their metrics."""
 
 
 INSTALLED = "bq|curl|docker|gcloud|git|gsutil|helm|jq|kubectl|make|openssl|terraform"

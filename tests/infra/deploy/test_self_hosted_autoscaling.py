@@ -1,4 +1,4 @@
-"""Worker scaling off Google, as Kustomize renders it, and the metrics it needs."""
+"""Worker scaling outside Google, as Kustomize renders it, and the metrics that it needs."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_samples_are_close_enough_for_the_queries(scaled: Rendered) -> None:
         for trigger in of_worker
         for number, unit in re.findall(r"\[([0-9]+)([sm])\]", trigger["metadata"]["query"])
     )
-    # A rate needs two samples, even if one is lost.
+    # A rate needs two samples, so leave room for losing one.
     assert int(job["scrape_interval"].removesuffix("s")) * 4 <= shortest_s
 
 

@@ -149,7 +149,7 @@ def test_row_archive_knows_and_accepts_what_terraform_sets(
         monkeypatch.setenv(name, value)
     settings = RowArchiveSettings()
     assert settings.rows_url == api_settings(plan, "europe-west4")["PENSTOCK_ROWS_URL"]
-    # BigQuery allows 1,500 load jobs per table per day, some of which a backlog needs.
+    # BigQuery allows 1,500 load jobs per table per day, and clearing a backlog needs some of them.
     assert 86_400 / settings.archive_every_s < 1_000
     # The sidecar scrapes this port, and Cloud Run probes it.
     assert archive["ports"][0]["container_port"] == settings.health_port == 9464

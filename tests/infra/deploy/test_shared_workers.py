@@ -1,4 +1,4 @@
-"""Workers shared by several models: plan, manifests, chart, Terraform and autoscaler agree."""
+"""Workers shared by several models: the plan, manifests, chart, Terraform, and autoscaler agree."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_rights_are_given_to_the_accounts_of_the_pods(
         account = pod(deployment)["serviceAccountName"]
         models = settings_of(objects, deployment)["PENSTOCK_MODEL"].split(",")
         own = {f"jobs.{model}.{priority}" for model in models for priority in ("workers", "batch")}
-        # The other revision's workers take over a canary's leftovers.
+        # The other revision's workers take over what a canary leaves behind.
         assert (
             own
             <= pulling.pop(account)

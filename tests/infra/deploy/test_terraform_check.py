@@ -1,4 +1,4 @@
-"""infra/terraform/check.sh uses real providers if it can, otherwise the given stand-in."""
+"""infra/terraform/check.sh uses the real providers if it can, or else the given stand-in."""
 
 from __future__ import annotations
 

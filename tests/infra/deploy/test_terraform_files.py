@@ -9,7 +9,7 @@ TERRAFORM = Path(__file__).parents[3] / "infra" / "terraform"
 
 
 def test_files_that_terraform_reads_are_there() -> None:
-    """`try(file(…), …)` hides a moved file: prices would silently become 0."""
+    """`try(file(…), …)` hides the fact that a file was moved: prices would silently become 0."""
     read = {
         (source.parent / path).resolve()
         for source in TERRAFORM.rglob("*.tf")
@@ -20,7 +20,7 @@ def test_files_that_terraform_reads_are_there() -> None:
 
 
 def resources(kind: str) -> dict[str, str]:
-    """This type's resource bodies, keyed by file and name."""
+    """Resource bodies of this type, keyed by file and name."""
     return {
         f"{source.relative_to(TERRAFORM)}: {name}": body
         for source in TERRAFORM.rglob("*.tf")

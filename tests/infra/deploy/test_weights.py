@@ -148,7 +148,7 @@ def test_weights_that_fit_into_the_gpu_fit_on_the_disk(
     size_gib = int(room[:-2]) / (1024 if room.endswith("Mi") else 1)
     # Half the memory is enough for a model's computation.
     assert read_gpu_types()[type_].gpu_memory_gib / 2 <= size_gib
-    # The pod is evicted above its limit.
+    # The pod is evicted if it exceeds its limit.
     assert size_gib <= int(limits["ephemeral-storage"].removesuffix("Gi"))
 
 

@@ -1,4 +1,4 @@
-"""A plan rejects invalid values of Terraform's variables, naming the variable and the reason.
+"""A plan rejects invalid values of Terraform variables, naming the variable and the reason.
 
 A plan reports all invalid variables at once, so each plan here has one invalid value for many
 variables. Variables that are checked against others have plans in which the others are valid.
@@ -232,7 +232,7 @@ CHECKED_AFTER_OPTIONS: Wrong = {
         ("europe-west99", "must be asia, europe, us or a region"),
     ],
 }
-"""Its reason names the home region, so Terraform checks it only if every option is valid."""
+"""The reason names the home region, so Terraform checks it only if every option is valid."""
 MISSPELLED: Wrong = {
     "alerts": [({"email": ["oncall@example.com"]}, "alerts.email")],
     "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles")],
@@ -288,7 +288,7 @@ ONLY_TRUE_OR_FALSE = {"deletion_protection", "keep_messages_in_regions"}
 
 
 def plans_of(*groups: Wrong) -> list[Any]:
-    """As many plans as the maximum number of invalid values per variable in the group."""
+    """As many plans as the largest number of invalid values for any variable in the group."""
     found = []
     for group in groups:
         for place, values in enumerate(zip_longest(*group.values())):
@@ -427,7 +427,8 @@ def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: st
 def test_catalog_that_is_too_large_for_cloud_run(tmp_path: Path) -> None:
     models = (STAGES / "platform/tests/classes.models.yaml").read_text()
     (tmp_path / "models.yaml").write_text(models)
-    # Three entries totaling 30,000 bytes: too large together, and only when counted in bytes.
+    # Three entries totaling 30,000 bytes: together they are too large, but only when counted in
+    # bytes.
     interface = {"inputs": {"properties": {"text": {"description": "\u00e9" * 15_000}}}}
     (tmp_path / "classes.interface.json").write_text(json.dumps(interface))
     given = RIGHT | {"models_file": str(tmp_path / "models.yaml")}

@@ -1,7 +1,7 @@
 """A stand-in for Google's APIs that rejects everything Google would reject: requests without the
 required permission, requests for missing objects, and requests that are not implemented here.
 
-Resources created by Terraform exist once they are in the state in the bucket, and not before.
+Resources that Terraform creates don't exist until they are in the state in the bucket.
 """
 
 from __future__ import annotations

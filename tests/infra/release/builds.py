@@ -106,7 +106,7 @@ def in_order(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def programs_of(image: str, programs: Path, folder: Path) -> Path:
-    """Creates the folder that serves as PATH in an image; stand-ins in `programs` come first."""
+    """Creates the folder that serves as an image's PATH; stand-ins in `programs` come first."""
     name = re.sub(r":[^:/]+$", "", image.partition("@")[0])
     has = IN_IMAGE[name]
     made = folder / re.sub(r"\W+", "-", name)

@@ -119,7 +119,7 @@ sys.exit(done.returncode)
 def gcloud_without_account(folder: Path) -> dict[str, str]:
     """Settings that make gcloud parse a command and then find no account.
 
-    With an account, it would spend half a minute trying six times to reach Google.
+    If it found an account, it would spend half a minute trying six times to reach Google.
     """
     return {
         "CLOUDSDK_CONFIG": str(folder),

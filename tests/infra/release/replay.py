@@ -108,7 +108,7 @@ class Replay:
         script = f"set -euo pipefail\n{block}\nexport -p > {kept}\n"
         with metadata_server(PROJECT, OWNER, f"token-of-{OWNER}") as metadata:
             environment = self.environment(OWNER, metadata)
-            # Settings made by the page apply to its later blocks, and to nothing else.
+            # Settings made by the page apply only to its later blocks.
             begin = f"source {kept}\n" if kept.exists() else ""
             given = "".join(f"export {name}='{value}'\n" for name, value in environment.items())
             done = subprocess.run(
@@ -127,12 +127,12 @@ class Replay:
         return done.stdout
 
     def workspace(self, build: Mapping[str, Any], name: str) -> Path:
-        """The folder where a build starts: with its source, or empty."""
+        """The folder in which a build starts, either with its source or empty."""
         made = self.folder / name
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):
             data = self._fetched(build, source["bucket"], source["object"])
-            # tarfile has no filter before Python 3.11.4 and requires one from 3.12 on.
+            # tarfile has no filters before Python 3.11.4 and requires one starting with 3.12.
             subprocess.run(["tar", "-xz", "-C", made], input=data, check=True)
         return made
 

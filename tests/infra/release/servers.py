@@ -29,8 +29,9 @@ HOSTS = ("*.googleapis.com", "*.pkg.dev", "*.run.app", "*.europe-west4.run.app")
 
 @contextmanager
 def proxy(cloud: Cloud, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Serves `cloud` behind a proxy. Yields its URL, and the certificate authority that clients
-    must trust.
+    """Serves `cloud` behind a proxy.
+
+    Yields the proxy's URL, and the certificate authority that clients must trust.
     """
     authority, pair = _certificates(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -115,7 +116,7 @@ class _Proxy(_Quiet):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_GET
 
     def finish(self) -> None:
-        """Also closes the TLS socket: the server itself only closes its own."""
+        """Also closes the TLS socket, because the server itself closes only its own."""
         super().finish()
         self.connection.close()
 
@@ -144,7 +145,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores clients that disconnect, which does not matter to the test."""
+        """Ignores client disconnects, which don't matter to the test."""
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 clone to an API that responds, in a project in which each account has only the permissions that
 `setup.sh` granted it.
 
-Terraform's providers come from the stand-in named by TFOFFLINE. Docker, syft and the scanner's
-image unpacking are stand-ins (programs.py). Of the build's own checks, only the linters and the
-tests that check the tree run.
+Terraform's providers come from the stand-in named by TFOFFLINE. Docker, syft, and the scanner's
+image unpacking are replaced by stand-ins (programs.py). Of the build's own checks, only the linters
+and the tests that check the tree run.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def submit(replay: Replay) -> dict[str, Any]:
 
 
 def built(replay: Replay, *, without: set[str]) -> Path:
-    """Submits a build and runs it, except for some steps. Returns its workspace."""
+    """Submits a build and runs it, skipping some steps. Returns its workspace."""
     build = submit(replay)
     workspace = replay.workspace(build, "build")
     link_environment(workspace)
@@ -377,7 +377,7 @@ def test_accounts_may_what_they_use(replay: Replay) -> None:
     table = table_of_accounts(cloud)
     assert table in ACCOUNTS.read_text(encoding="utf-8"), f"{ACCOUNTS} should have\n{table}"
 
-    # Checks which buckets the account has and that none of them holds data.
+    # Checks which buckets the account can access and that none of them holds data.
     buckets = {
         place.removeprefix(f"buckets/{PROJECT}-penstock-"): roles
         for place, roles in cloud.roles_of(BUILD).items()

@@ -1,6 +1,6 @@
 """A deployment's Terraform state, with the providers named by TFOFFLINE.
 
-A home region that does not come back: the Terraform commands from docs/how-to/lost-region.md, typed
+A home region that is gone for good: the Terraform commands from docs/how-to/lost-region.md, typed
 line by line. That page's steps for keys, budgets and rows run in
 tests/infra/test_incident_pages.py. A newer release applied to an older release's state: deployed
 resources are moved, not recreated.
@@ -53,7 +53,7 @@ DELETED = {
     "google_pubsub_topic_iam_member",
     "google_service_account",
 }
-"""Deleted by the apply: the inboxes of the region's instances, and its nodes' account."""
+"""Deleted by the apply: the inboxes of the region's instances, and the account of its nodes."""
 STEPS = ("repositories", "state rm", "-target", "keys init", "apply -var", "budgets restore")
 UNSETTLED = {
     'module.platform.google_compute_backend_service.api["api"]': (["update"], {"backend"}),
@@ -76,7 +76,7 @@ class Operator:
         shutil.copy("models.yaml", self.tree)
         put_answers(self.tree)
         root = self.tree / ROOT
-        # With a local backend, state.sh leaves the root alone.
+        # With a local backend, state.sh leaves the root module alone.
         (root / "backend.tf").write_text('terraform {\n  backend "local" {}\n}\n')
         # Reduces large counts so that each plan takes only seconds.
         main = root / "main.tf"
@@ -188,7 +188,7 @@ def leave(root: Path) -> None:
 
 
 def places(values: dict[str, Any]) -> set[str]:
-    """The regions that a resource refers to in its location or in its id's path."""
+    """The regions that a resource refers to in its location or in the path in its id."""
     named = [values.get(name) for name in ("location", "region", "zone", "id")]
     return {part for name in named if isinstance(name, str) for part in re.split("[/ ]", name)}
 
@@ -252,7 +252,7 @@ def test_an_apply_without_the_image_would_delete_the_api(operator: Operator) -> 
     """This is why the page asks for the image first."""
     operator.applies()
     operator.environment["TF_VAR_api_image"] = ""
-    # An empty environment variable means an empty image, which is rejected and deletes nothing.
+    # An empty environment variable means an empty image, which is rejected, and nothing is deleted.
     with pytest.raises(AssertionError, match=r"api\.image"):
         operator.changes()
     del operator.environment["TF_VAR_api_image"]

@@ -1,4 +1,4 @@
-"""Expected reports, computed in plain Python from the same rows, item by item."""
+"""Expected reports, computed item by item in plain Python from the same rows."""
 
 import datetime as dt
 import math
@@ -23,8 +23,9 @@ BAD_CODES = ("model_failed", "internal", "unavailable", None)
 
 @dataclass(frozen=True)
 class Near:
-    """A percentile of these values. BigQuery's are approximate, so a neighboring value is accepted
-    too.
+    """A percentile of these values.
+
+    BigQuery's percentiles are approximate, so a neighboring value is also accepted.
     """
 
     values: tuple[float, ...]
@@ -253,7 +254,8 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             "list_usd": None if price is None else quantity * price / per,
             "amount_usd": exact(members, "cost_usd"),
         }
-        # The amount that someone reading an invoice computes from the line is the sum of its rows.
+        # The amount that someone reading an invoice would compute from the line is the sum of the
+        # line's rows.
         assert lines[where]["amount_usd"] == (
             approximately((price or 0) * quantity / per * where[-1])
         )

@@ -1,8 +1,8 @@
 """Rows for a generated month: duplicate, late and old rows, tenants without keys, and a day without
 any rows.
 
-It covers five weeks around the days when clocks change in Berlin (25 October) and New York (1
-November).
+It covers five weeks around the days when the clocks change in Berlin (October 25) and New York
+(November 1).
 """
 
 import datetime as dt
@@ -13,7 +13,7 @@ Fields = dict[str, Any]
 FIRST = dt.datetime(2026, 10, 5, tzinfo=dt.UTC)
 AFTER = FIRST + dt.timedelta(days=35)
 GAP = dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC), dt.datetime(2026, 10, 22, 12, tzinfo=dt.UTC)
-"""Nothing is received during this gap, so 21 October is empty in all time zones."""
+"""Nothing is received during this gap, so October 21 is empty in all time zones."""
 PRICE_CHANGE = dt.datetime(2026, 10, 16, tzinfo=dt.UTC)
 NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
 """Earlier rows come from a release that did not have the newer columns."""
@@ -54,7 +54,7 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
 
 
 def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
-    """A request's rows, marked as a flow run for every seventh number."""
+    """A request's rows, marked as a flow run if the request's number is a multiple of seven."""
     if number % 7 or rows[0]["status"] == "refused":
         return rows
     flow = ("read", "draw-and-check")[number % 2]
@@ -149,7 +149,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """The tokens that a generation generated and read.
+    """The tokens that a generation read and generated.
 
     Empty if the generation ended before it produced any.
     """

@@ -1,4 +1,4 @@
-"""`daily_usage` and `anomalies` match the results of plain Python for the same rows."""
+"""`daily_usage` and `anomalies` match the results computed in plain Python from the same rows."""
 
 import datetime as dt
 import random
@@ -129,7 +129,7 @@ def test_summaries_add_up_to_the_month(
 
 
 def hourly(day: BillingDay, seed: int) -> list[Fields]:
-    """Rows for one weekday in seven weeks: steady, with spikes, a lull and a new tenant."""
+    """Rows for one weekday over seven weeks: steady, with spikes, a lull, and a new tenant."""
     drawn, found = random.Random(seed), []
     for week in range(7):
         one = BillingDay(day.day - week * WEEK, day.tz)
@@ -171,7 +171,7 @@ def _row(
 
 
 def unusual(rows: list[Fields], day: BillingDay, until: dt.datetime) -> set[tuple[Any, ...]]:
-    """Anomalies that must be found: hour, tenant, measure and direction."""
+    """Anomalies that must be found: hour, tenant, measure, and direction."""
     zone = ZoneInfo(day.tz)
     sums: dict[Any, Counter[dt.datetime]] = defaultdict(Counter)
     for row in rows:
@@ -199,7 +199,7 @@ def hours(day: BillingDay, until: dt.datetime) -> list[dt.datetime]:
 def by_clock(
     values: Counter[dt.datetime], day: BillingDay, first: dt.datetime
 ) -> dict[int, list[float]]:
-    """Earlier weeks' values, starting with the week of the `first` hour, by hour of the day."""
+    """Earlier weeks' values by hour of the day, starting with the week of the `first` hour."""
     past: dict[int, list[float]] = defaultdict(list)
     for week in range(1, 7):
         one = BillingDay(day.day - week * WEEK, day.tz)

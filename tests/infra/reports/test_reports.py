@@ -1,4 +1,4 @@
-"""Each report matches the result of plain Python for the same rows, in each time zone."""
+"""Each report matches the result computed in plain Python from the same rows, in each time zone."""
 
 from typing import Any
 

@@ -318,7 +318,7 @@ def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client)
         if status == "succeeded":
             charged[tenant] += (count or 0) * (1 if cache in ("miss", "none") else shared)
         if cache in ("miss", "none") or status != "succeeded":
-            # As left by an older release's writer: charged items were charged in full.
+            # As an older release's writer left them: charged items were charged in full.
             one.charged_share = drawn.choice([one.charged_share, None])
         sent.append(fields_of(one))
     insert(empty, *sent)
@@ -401,7 +401,7 @@ def test_work_with_a_unit_is_billed_in_it(
 def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
     empty: bigquery.Client,
 ) -> None:
-    """Otherwise an invoice would have a separate line for each item that took a different time."""
+    """Otherwise, an invoice would have a separate line for each different item duration."""
     known = {"task": "custom", "charged_share": 1.0, "price_version": "1", "cache": "none"}
     for number, usd in enumerate((0.25, 0.5, 0.75)):
         charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}

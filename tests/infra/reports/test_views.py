@@ -1,4 +1,4 @@
-"""The views for dashboards and for tenants' analysts match the results of plain Python."""
+"""The views for dashboards and for tenants' analysts match the results computed in plain Python."""
 
 import datetime as dt
 import re
@@ -48,8 +48,8 @@ def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
     for key, members in groups.items():
         line = found[key]
         assert line["day"] == key[0].date()
-        # A request's items may be in several regions. The request counts in its first item's
-        # region.
+        # A request's items may be in several regions. The request is counted in the region of its
+        # first item.
         wanted = expected.counts(members) | {"requests": sum(r["item"] == 0 for r in members)}
         wanted |= expected.text_tokens(members)
         for column, value in wanted.items():

@@ -21,7 +21,8 @@ KEY = "first-key"
 class Region:
     """One region's service:
 
-    `deploy` creates a revision as an apply does; `counts` holds each revision's Monitoring numbers.
+    `deploy` creates a revision as an apply does; `counts` holds the numbers that Monitoring shows
+    for each revision.
     """
 
     def __init__(self, url: str) -> None:
@@ -73,7 +74,7 @@ class GoogleApis:
         self.regions: dict[str, Region] = {}
         self.dimensions = 3
         self.cuts_off = False
-        """True if the embeddings response breaks off before the end of the body."""
+        """True if the embeddings response is cut off before the end of the body."""
         self.asked: list[str] = []
 
     def answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:

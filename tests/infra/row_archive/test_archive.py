@@ -50,7 +50,7 @@ async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
 
 
 def each_once(count: int) -> Kept:
-    """Each of `count` rows once, with nothing left in transit."""
+    """Each of `count` rows exactly once, with nothing left in transit."""
     wanted = [f"r:{number}" for number in range(count)]
     return Kept(dict.fromkeys(wanted, 1), sorted(wanted), [])
 
@@ -113,9 +113,7 @@ def test_any_sequence_of_deaths_loses_and_doubles_nothing(
 
 
 async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> None:
-    """Two run at a time, as when a pod is being replaced: one is a whole pass ahead at each
-    step.
-    """
+    """Two run at a time, as when a pod is replaced: at each step, one is a whole pass ahead."""
     objects, tables = FragileStore(), TableOfRows()
     await put(objects, [row(0), row(1)], "a")
 
@@ -124,7 +122,7 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
             tables.load(table, path, name)
 
     class Overtaking(Overtaken):
-        """Before each load, another archive completes the whole pass."""
+        """Before each load, another archive process completes the whole pass."""
 
         def load(self, table: str, path: Path, name: str) -> None:
             asyncio.run(archive_all(RowArchive(objects, "rows", Overtaken())))

@@ -58,7 +58,8 @@ def as_sent(row: Fields) -> Fields:
 @pytest.fixture(scope="module")
 def both(bigquery_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
     url = f"file://{tmp_path_factory.mktemp('objects')}"
-    # Each row_id once: insertAll drops duplicates within a minute, regardless of their content.
+    # Each row_id is kept once: insertAll drops duplicates that arrive within a minute, regardless
+    # of their content.
     rows = list({row["row_id"]: as_sent(row) for row in generated.rows(requests=400)}.values())
     with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
         for dataset in (DIRECT, ARCHIVED):

@@ -41,7 +41,7 @@ ROWS = 240
 
 
 class BigQueryProcess:
-    """An embedded BigQuery that can be down, on a fixed port."""
+    """An embedded BigQuery that can be taken down, on a fixed port."""
 
     def __init__(self, undo: ExitStack, folder: Path) -> None:
         self.port = free_port()
@@ -128,7 +128,7 @@ async def day_without(
     bigquery.kill()
     day = Day(settings, folder / "pods")
     with pytest.MonkeyPatch.context() as patched:
-        # The object store is up all day. On a busy machine, a put may take longer than a closing
+        # The object store is up all day. On a busy machine, a put may take longer than an exiting
         # pod waits for it.
         patched.setattr("shared.usage.writer.CLOSE_S", WAIT_LIMIT_S)
         await day.live()

@@ -1,4 +1,4 @@
-"""The score of images whose ground truth is known: drawn by the generator, or wrong on purpose."""
+"""The score for images whose ground truth is known: drawn by the generator, or wrong on purpose."""
 
 import random
 from dataclasses import replace

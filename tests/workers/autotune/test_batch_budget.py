@@ -1,4 +1,4 @@
-"""The tokens per batch on devices with made-up costs. Nothing is timed."""
+"""The number of tokens per batch on devices with made-up costs. Nothing is timed."""
 
 from collections.abc import Callable
 
@@ -16,11 +16,11 @@ DEADLINE_S = 30.0
 def device(
     call_s: float, tokens_per_s: float, fitting_tokens: int = 2**40, slow_from: int = 2**40
 ) -> Callable[[int], BudgetTiming]:
-    """A device whose calls cost a fixed time and a time per token.
+    """A device whose calls take a fixed amount of time plus an amount per token.
 
     Args:
-        fitting_tokens: maximum number of tokens that fit into its memory.
-        slow_from: from this number of tokens on, it computes half as many per second.
+        fitting_tokens: maximum number of tokens that fit in its memory.
+        slow_from: from this number of tokens up, it computes half as many per second.
     """
 
     def measure(tokens: int) -> BudgetTiming:

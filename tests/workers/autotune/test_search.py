@@ -157,7 +157,7 @@ def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
 
 
 def speeds(**texts_per_s: float) -> Measure:
-    """A meter with a fixed result for each variant name."""
+    """A meter with a fixed result for each variant, by name."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]

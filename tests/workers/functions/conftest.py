@@ -1,4 +1,4 @@
-"""The functions as run by functions-framework, with real pushes and real servers."""
+"""The functions as functions-framework runs them, with real pushes and real servers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def functions_port(functions_settings: dict[str, str], functions_folder: Path) -
 
 @pytest.fixture
 def functions_log(functions_folder: Path) -> Path:
-    """The functions process's output and logs."""
+    """The output and logs of the functions process."""
     (found,) = functions_folder.glob("*.log")
     return found
 

@@ -1,4 +1,4 @@
-"""A webhook receiver as its owner would write it: a real HTTP server that keeps everything."""
+"""A webhook receiver as its owner might write it: a real HTTP server that keeps every request."""
 
 from __future__ import annotations
 

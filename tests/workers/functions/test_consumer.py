@@ -97,7 +97,7 @@ async def test_message_that_no_function_can_read_is_done_with(
 def test_process_is_ready_once_it_has_its_queues(
     rabbitmq_server: RabbitServer, redis_url: str, tmp_path: Path
 ) -> None:
-    """The process listens only on this machine and exits on SIGTERM with status 0."""
+    """The process listens only on this machine, and exits with status 0 on SIGTERM."""
     project, port = f"functions-{uuid4().hex[:8]}", free_port()
     asyncio.run(_provision(project, rabbitmq_server))
     settings = {

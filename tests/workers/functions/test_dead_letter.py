@@ -1,4 +1,4 @@
-"""A dead letter's caller, record and row, when Pub/Sub calls the function."""
+"""The caller, record, and row of a dead letter when Pub/Sub calls the function."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_stranger_is_put_aside(world: World) -> None:
     unreadable = await world.count("penstock_functions_unreadable_total", "dead_letter", 0)
     await world.broker.publish(world.dead, b"", {"of": "course"})
     await world.count("penstock_functions_unreadable_total", "dead_letter", unreadable + 1)
-    # With any response other than 2xx, the broker would redeliver it within 0.2 s.
+    # After any response other than 2xx, the broker would redeliver it within 0.2 s.
     data, attributes = world.job(1)
     await world.broker.publish(world.dead, data, attributes)
     await world.rows(1)

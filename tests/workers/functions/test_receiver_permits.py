@@ -183,7 +183,7 @@ def test_no_tenant_holds_more_than_its_places(
 
 @asynccontextmanager
 async def hung_ports(count: int) -> AsyncIterator[list[int]]:
-    """Servers that accept posts but do not respond until the block ends."""
+    """Servers that accept POST requests but don't respond until the block ends."""
     over = asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -225,5 +225,5 @@ async def test_forty_hung_receivers_hold_up_no_other_tenants_event(
         for number in range(5):
             for event in warnings(f"quiet-{number}-{world.request_id}", [receiver.url]):
                 await publisher.publish_budget(event)
-            # Half of the 20 s that a hung delivery keeps its slot.
+            # Half of the 20 s for which a hung delivery keeps its slot.
             assert await receiver.wait(number + 1, limit_s=10.0)

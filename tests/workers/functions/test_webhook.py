@@ -60,7 +60,7 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
 async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     world: World, receiver: Receiver
 ) -> None:
-    """A caller who deletes a finished prediction still wants the notification that it finished."""
+    """A caller that deletes a finished prediction still wants to be notified that it finished."""
     prediction = await world.create(receiver.url)
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
@@ -183,8 +183,8 @@ async def test_nothing_comes_after_the_end(
     await finish(world)
     await world.tell("completed")
     await receiver.wait(1)
-    # The counters also include deliveries from earlier tests that finish now, so check the outcome
-    # itself.
+    # The counters also include deliveries from earlier tests that finish now, so this checks the
+    # outcome itself.
     async with DeliveryState(functions_settings["PENSTOCK_REDIS_URL"]) as notes:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await notes.admit(world.request_id, "completed") != "late":  # noqa: ASYNC110

@@ -46,9 +46,7 @@ async def test_what_can_not_be_reached_is_logged(world: World) -> None:
 
 
 async def test_redirect_is_named_as_the_reason(world: World, receiver: Receiver) -> None:
-    """The status 307 by itself does not make clear to the tenant that redirects are not
-    followed.
-    """
+    """The status 307 alone doesn't make it clear to the tenant that redirects aren't followed."""
     receiver.statuses = [307]
     await world.create(receiver.url)
     assert await world.push_event("start", 1) == 503

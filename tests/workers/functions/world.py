@@ -135,8 +135,9 @@ class World:
         await self.broker.publish(self._events, data, attributes)
 
     async def push_event(self, event: EventName, age_s: float) -> int:
-        """Pushes an event directly, as if it had been published `age_s` ago. Returns the response
-        status.
+        """Pushes an event directly, as if it had been published `age_s` seconds ago.
+
+        Returns the response status.
         """
         data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event))
         message = {
@@ -163,7 +164,7 @@ class World:
         return found
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """Returns this request's rows once there are `count`, or WAIT_LIMIT_S has passed."""
+        """Returns this request's rows once there are `count` of them, or after WAIT_LIMIT_S."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)

@@ -77,7 +77,7 @@ class TinyPipeline(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_xl_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Imports diffusers, which text model tests don't need.
+    # Imports diffusers, which tests of text models don't need.
     from tests.workers.models.tiny_xl import write_folder
 
     return write_folder(tmp_path_factory.mktemp("xl"), tiny_folder)

@@ -24,13 +24,13 @@ _PLUS = (
     (r"^layers\.(\d)\.ff\.1\.net\.0\.proj\.", r"layers.\1.1.1."),
     (r"^layers\.(\d)\.ff\.1\.net\.2\.", r"layers.\1.1.3."),
 )
-"""IP-Adapter Plus part names, in files and in diffusers."""
+"""Names of IP-Adapter Plus's parts, in files and in diffusers."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def write(folder: Path, pipeline: Path, seed: int, *, is_plus: bool = False) -> Path:
-    """Writes the file and its image encoder below `folder`. Returns the folder."""
+    """Writes the file and its image encoder under `folder`. Returns the folder."""
     folder.mkdir(parents=True)
     torch.manual_seed(seed)
     _encoder().save_pretrained(folder / "image_encoder")
@@ -97,7 +97,7 @@ def _plain(width: int) -> Tensors:
 
 
 def _plus(width: int) -> Tensors:
-    """IP-Adapter Plus tensors, with 4 layers and heads of 64."""
+    """IP-Adapter Plus tensors, with 4 layers and heads of size 64."""
     made = IPAdapterPlusImageProjection(_HIDDEN, width, 32, 4, 64, 1, 6, 4).state_dict()
     written: Tensors = {}
     for name, one in made.items():

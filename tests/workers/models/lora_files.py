@@ -56,7 +56,7 @@ def random_weights(layers: Chosen, seed: int, rank: int = 4) -> Weights:
 
 
 def as_peft(weights: Weights) -> dict[str, torch.Tensor]:
-    """The names that diffusers writes today."""
+    """The names that diffusers uses today."""
     named: dict[str, torch.Tensor] = {}
     for name, (down, up) in weights.items():
         named |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
@@ -104,5 +104,5 @@ def write(file: Path, tensors: dict[str, torch.Tensor], settings: object = None)
 
 
 def digest_of(file: Path) -> str:
-    """The digest in the catalog's format."""
+    """The digest, in the format used in the catalog."""
     return f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"

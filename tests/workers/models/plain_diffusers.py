@@ -10,7 +10,7 @@ KEPT_PIPELINES = 8
 
 
 def plain_pipeline(kind: Any, folder: Path) -> Any:
-    """A folder's pipeline, with a scheduler that has not been used yet.
+    """The pipeline for a folder, with a scheduler that hasn't been used yet.
 
     Tests share it. A test that changes the pipeline's networks must load a separate one.
     """

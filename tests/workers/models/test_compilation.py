@@ -79,7 +79,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
         ):
             calls.clear()
             kept = run(unet, vae, count, timestep)
-            # The VAE processes images one by one, so it sees no new shape.
+            # The VAE processes images one at a time, so it sees no new shapes.
             assert calls == (["unet"] if eager else []), (count, timestep)
             run(unet, vae, count, 400.0)  # the returned result is a copy
             for ours, other in zip(kept, run(*plain, count, timestep), strict=True):

@@ -184,7 +184,7 @@ def opened(blob: Blob | None) -> Image.Image:
 
 
 class RandomTiny(NamedTuple):
-    """A pipeline with random weights and a control, in our version and diffusers'."""
+    """A pipeline with random weights and a control, in our version and in diffusers'."""
 
     family: str
     way: str

@@ -15,7 +15,7 @@ GPUS = 2
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """A machine with two GPUs. Maps each GPU's number to the memory share set for it."""
+    """A machine with two GPUs. Maps each GPU's number to the share of its memory that was set."""
     kept: dict[int, float] = {}
 
     def set_fraction(fraction: float, device: torch.device) -> None:

@@ -105,7 +105,7 @@ def test_token_ids_give_the_vector_of_their_text(
 
 @pytest.fixture
 def variant(minilm_folder: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the folder with other settings."""
+    """A copy of the folder with different settings."""
 
     def make(
         *, pooling: dict[str, object], normalize: bool = True, **more: dict[str, object]

@@ -49,7 +49,7 @@ class World:
         return lora_files.write(file, lora_files.as_peft(weights))
 
     def by_url(self, data: bytes, value: ImageInput = ASKED, owner: str = "acme") -> ImageInput:
-        """The job input that the API creates for an image whose adapter has these bytes."""
+        """The job input that the API creates for an image whose adapter consists of these bytes."""
         key = object_key("inputs", data, "application/octet-stream")
         asyncio.run(self.objects.put(key, data, "application/octet-stream"))
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"

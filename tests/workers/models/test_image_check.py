@@ -49,7 +49,7 @@ EDIT = msgspec.structs.replace(
 
 @pytest.fixture(scope="module")
 def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A folder with FLUX.1 Kontext, which edits whole images, next to its catalog."""
+    """A folder with FLUX.1 Kontext, which edits whole images, and its catalog next to it."""
     folder = write_tiny("flux", tmp_path_factory.mktemp("kontext") / "model", tiny_folder)
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": "FluxKontextPipeline"}
@@ -284,7 +284,7 @@ def change_json(file: Path, **changes: Any) -> None:
 
 
 def check_in(folder: Path, catalog: str) -> int:
-    """The command's exit status, with a catalog in a folder."""
+    """The exit status of the command, run with a catalog in a folder."""
     (folder / "models.yaml").write_text(catalog)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PENSTOCK_MODELS_FILE", str(folder / "models.yaml"))

@@ -121,7 +121,7 @@ def plain(folder: Path, value: ImageInput) -> np.ndarray:
         size = value.height, value.width
         latents = pipeline._unpack_latents(latents, *size, pipeline.vae_scale_factor)
     config = pipeline.vae.config
-    # Stable Diffusion 3's pipeline for masks omits the shift when it decodes.
+    # Stable Diffusion 3's mask pipeline omits the shift when it decodes.
     with torch.inference_mode():
         decoded = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
     drawn = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
@@ -271,7 +271,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
 
 
 def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
-    """With a strength of 0.6 and 4 steps, flow-matching pipelines run 3."""
+    """With a strength of 0.6 and 4 steps, flow-matching pipelines run 3 steps."""
     model = stepped(flow)
     (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
     assert result.pixel_steps == 3 * 64 * 64
@@ -309,7 +309,7 @@ def test_each_size_has_its_own_shift(
 
 
 def test_compiled_sizes_are_filled_up(catalog: Catalog, flow: TinyPipeline) -> None:
-    """Three items are computed as four, without the compiler."""
+    """Three items are computed as if there were four, without the compiler."""
     entry = entry_of(catalog, compile="always")
     batch = entry.batch.model_copy(update={"max_items": 4})
     model = stepped(loaded(entry.model_copy(update={"batch": batch}), flow.folder))
@@ -341,7 +341,7 @@ def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     torch._dynamo.reset()
     tiny = loaded(entry_of(catalog), flow.folder)
     pipeline = stepped(tiny)._main
-    # All families share the VAE, which test_compilation.py compiles.
+    # All families share the VAE, which is compiled in test_compilation.py.
     compile_parts(pipeline.transformer, diffusers.AutoencoderKL(), shapes=2, backend="aot_eager")
     joined(tiny, [OWN])
     calls: list[int] = []

@@ -72,7 +72,7 @@ class Tiny(NamedTuple):
         return getattr(self.pipeline, "unet", None) or self.pipeline.transformer
 
     def drawer(self, own: Any, seed: int, steps: int, side: int = SIDE) -> Callable[[], Any]:
-        """Draws with one of a hub's pipelines."""
+        """Draws with one of the pipelines in a hub."""
         return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
 
     def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
 
 
 class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
-    """A denoiser with a weight, like diffusers' denoisers.
+    """A denoiser with one weight, like the denoisers in diffusers.
 
     The weight determines the denoiser's dtype.
     """
@@ -327,7 +327,7 @@ def run_with_faults(
 
 
 def check(outcome: Any, alone: torch.Tensor, kind: str, *, is_late: bool, rows: int) -> None:
-    """Checks the outcome of an item with a planned fault, which it may have finished before."""
+    """Checks the outcome of an item with a planned fault; the item may have finished before it."""
     if outcome is None:
         assert kind == "drop"
     elif rows < 2:

@@ -35,7 +35,7 @@ pytestmark = [
 
 LONG = msgspec.structs.replace(TEXT, steps=6)
 LARGE = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
-"""Large enough that a thread writes its file."""
+"""Large enough that a thread is used to write the file."""
 ENDLESS = msgspec.structs.replace(TEXT, steps=100)
 
 
@@ -91,13 +91,13 @@ def model(catalog: Catalog, tiny_folder: Path) -> Watched:
 
 
 def work_of(value: ImageInput) -> int:
-    """A whole image's work, with one row per prompt."""
+    """The work for a whole image, with one row per prompt."""
     return 2 * value.width * value.height * value.steps
 
 
 @contextmanager
 def counted(model: Watched, *values: ImageInput) -> Iterator[None]:
-    """Checks that each of these images' steps is computed exactly once inside the block."""
+    """Checks that each step of these images is computed exactly once inside the block."""
     before = model.work
     yield
     assert model.work - before == sum(map(work_of, values))

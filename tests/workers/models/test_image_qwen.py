@@ -1,4 +1,4 @@
-"""Qwen-Image with its text encoder: guidance is `true_cfg_scale`, and prompts differ in length."""
+"""Qwen-Image and its text encoder: guidance is `true_cfg_scale`, and prompt lengths differ."""
 
 import io
 from pathlib import Path
@@ -94,7 +94,7 @@ def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
 
 
 def test_images_share_calls_after_the_warm_up(catalog: Catalog, qwen: TinyPipeline) -> None:
-    """On its first call, the text encoder gets hooks from transformers, and they stay."""
+    """On the first call, the text encoder gets hooks from transformers, which stay in place."""
     model = loaded(entry_of(catalog), qwen.folder).model
     assert isinstance(model, ImageModel)
     model.warmup()

@@ -106,7 +106,7 @@ class Worker:
     def __init__(self, model: ImageModel, preparer: Preparer, plan: Sequence[Arrival]) -> None:
         self._model, self._preparer, self._plan = model, preparer, plan
         self._inside: dict[int, int] = {}
-        """Each image's steps so far."""
+        """The number of steps computed so far for each image."""
         self._waiting: list[int] = []
         self.work = 0
         """Pixels computed across all steps."""

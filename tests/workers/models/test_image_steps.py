@@ -55,9 +55,10 @@ OTHERS = [
 ]
 """Each differs in something that batch keys require all images in a whole batch to share."""
 UNSTEADY = ("dpm2", "dpm2_a")
-"""Given a few steps with strong guidance, these turn small differences into large ones.
+"""With only a few steps and strong guidance, these turn small differences into large ones.
 
-For some seeds, plain diffusers turns a change of one ten-millionth in the latents into 10 levels.
+For some seeds, plain diffusers turns a change of one ten-millionth in the latents into a difference
+of 10 levels.
 """
 
 
@@ -255,7 +256,7 @@ def own_model(catalog: Catalog, folder: Path) -> ImageModel:
 
 
 def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, alone: Alone) -> None:
-    """Three items are computed as two and one, or as four, without the compiler."""
+    """Without the compiler, three items are computed as two and one, or padded to four."""
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
@@ -338,7 +339,7 @@ def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> 
 def test_calls_are_halved_when_memory_is_short(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No item starts over, and calls that did not fit are not retried immediately."""
+    """No item starts over, and calls that didn't fit in memory are not retried immediately."""
     model = own_model(catalog, tiny_folder)
     rows = only_rows(model, monkeypatch, most=2)
     values = [msgspec.structs.replace(TEXT, seed=slot, steps=4) for slot in range(3)]

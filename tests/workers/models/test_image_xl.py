@@ -48,7 +48,7 @@ def loaded(catalog: Catalog, folder: Path, precision: str = "fp32") -> TinyPipel
 
 
 def both_ways(tiny: TinyPipeline, *values: ImageInput) -> list[np.ndarray]:
-    """The images in a whole batch. Asserts that they are the same if they join one by one."""
+    """The images in a whole batch. Asserts that the images are the same if they join one by one."""
     whole = [pixels(result) for result in drawn(tiny.model, tiny.preparer, values)]
     joined = [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
     for one, other in zip(whole, joined, strict=True):
@@ -64,7 +64,7 @@ def assert_as_plain_diffusers(tiny: TinyPipeline, *values: ImageInput) -> None:
 def test_guidance_of_a_distilled_model_is_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """The UNet gets each item's scale as an input and computes one row for it."""
+    """The UNet gets each item's scale as an input and computes one row per item."""
     tiny = loaded(catalog, write_folder(tmp_path, tiny_folder, distilled=True))
     assert_as_plain_diffusers(tiny, OWN_FROM_IMAGE)
     values = [OWN, msgspec.structs.replace(OWN, guidance_scale=90.0)]
@@ -89,7 +89,7 @@ def test_no_negative_prompt_is_zeros_or_an_empty_text_as_the_folder_says(
 def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
     catalog: Catalog, tiny_xl_folder: Path
 ) -> None:
-    """A scheduler that searches for its first timestep, instead of counting, picks the second."""
+    """A scheduler that searches for its first timestep, rather than counting, picks the second."""
     tiny = loaded(catalog, tiny_xl_folder)
     assert isinstance(tiny.model, ImageModel)
     tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
@@ -217,7 +217,7 @@ def test_images_get_no_watermark(
 def test_every_class_that_joins_is_of_a_family(
     catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Images use the class named in the folder's file, and also its pipeline for images."""
+    """Images use the class named in the folder's file, and that class's pipeline for images."""
     source = tiny_xl_folder if "XL" in name else tiny_folder
     for part in source.iterdir():
         (tmp_path / part.name).symlink_to(part)

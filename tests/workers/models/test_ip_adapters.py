@@ -1,6 +1,4 @@
-"""IP-Adapters: images with and without one are the same in a batch, individually, and in
-diffusers.
-"""
+"""With or without an IP-Adapter, an image is the same in a batch, on its own, and in diffusers."""
 
 import importlib.util
 import io
@@ -90,8 +88,9 @@ class Drawing:
         return self.together(value)[0]
 
     def check(self, *values: ImageInput) -> list[np.ndarray]:
-        """Checks that images are the same in a batch and individually. Returns the individual
-        images.
+        """Checks that images are the same whether drawn in a batch or individually.
+
+        Returns the individual images.
         """
         alone = [self.alone(value) for value in values]
         for value, one, other in zip(values, self.together(*values), alone, strict=True):
@@ -149,7 +148,7 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
             drawn(model, family.preparer, [value])
     usual = drawn(family.model, family.preparer, values)
     # Images of the same size share a call, so both calls have the same number of images. Any
-    # difference is rounding in libraries that choose their thread count based on the machine's
+    # difference is due to rounding in libraries that choose their thread count based on machine
     # load.
     for one, other in zip(drawing.together(*values), usual, strict=True):
         assert np.abs(one - other).max() <= 1
@@ -166,7 +165,7 @@ def plain_with(folder: Path, ip_adapter: Path) -> Any:
 
 
 def by_diffusers(drawing: Drawing, folder: Path, ip_adapter: Path, value: ImageInput) -> np.ndarray:
-    """The image that diffusers' pipeline draws with an IP-Adapter on its own."""
+    """The image that diffusers' pipeline draws on its own with an IP-Adapter."""
     pipeline = plain_with(folder, ip_adapter)
     more: dict[str, Any] = {"width": value.width, "height": value.height}
     if value.image is not None:

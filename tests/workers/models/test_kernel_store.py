@@ -16,7 +16,7 @@ import torch
 from tests.limits import START_LIMIT_S
 from workers.models.kernel_store import KernelStore, kernel_key
 
-# Otherwise, every process in a quick run would import torch for this file.
+# Otherwise, every process in a quick run would import torch just for this file.
 pytestmark = pytest.mark.slow(about_s=30)
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_second_worker_reads_what_the_first_compiled(tmp_path: Path) -> None:
-    """Two processes have the same paths, and a disk that is empty when the second one starts."""
+    """Two processes use the same paths, on a disk that is empty when the second one starts."""
     found: list[Any] = []
     for number in range(3):
         done = subprocess.run(

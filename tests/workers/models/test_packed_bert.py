@@ -54,7 +54,7 @@ def attend(
     longest: int,
     longest_key: int,
 ) -> torch.Tensor:
-    """Each text's attention, computed separately.
+    """Computes each text's attention separately.
 
     Checks the conditions that `varlen_attn` relies on.
     """

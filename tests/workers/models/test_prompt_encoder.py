@@ -1,4 +1,4 @@
-"""The tiny pipeline's prompts: each is encoded once, and the tokens it loses are counted."""
+"""The tiny pipeline's prompts: each is encoded once, and the truncated tokens are counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def rows(pipeline: Any) -> Iterator[list[int]]:
 def encode(
     prompts: Prompts, pipeline: Any, prompt: str, negative: str | None = None, variant: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The embeddings of both prompts, and the number of tokens they lose."""
+    """The embeddings of both prompts, and the number of truncated tokens."""
     own = Interception(Hub()).own(pipeline)
     lost = prompts.intercept(own, variant)
     with torch.inference_mode():

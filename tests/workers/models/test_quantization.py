@@ -1,6 +1,6 @@
 """INT8 images, if torchao is installed: `pip install penstock[gpu]`.
 
-No other extra contains it; see pyproject.toml.
+No other extra includes it; see pyproject.toml.
 """
 
 import importlib.util

@@ -35,7 +35,7 @@ and so on.
 
 @pytest.fixture(scope="module")
 def asked(catalog: Catalog) -> ImageInput:
-    """A request that has the catalog's defaults and lacks only the prompt."""
+    """A request with the catalog's defaults, missing only the prompt."""
     usual = catalog.default("image").image
     return ImageInput(
         "", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler
@@ -189,8 +189,7 @@ def test_caption_outside_its_world_gets_an_image(draw_with: Draw, with_sources: 
 
 def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
     caption = "a large red circle on a white background"
-    # Of the 28 tokens, two are the start and the end, so 18 more words are read and the rest are
-    # not.
+    # Two of the 28 tokens mark the start and end, so 18 more words are read and the rest are not.
     full = f"{caption} {'on white ' * 9}".strip()
     alone, cut, longer = (
         draw_with([prompt])[0] for prompt in (caption, full, f"{full} a blue star " * 3)
@@ -201,7 +200,7 @@ def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tiny_folder: Path) -> dict[str, Any]:
-    """The pipelines, loaded as diffusers' documentation describes."""
+    """The pipelines, loaded the way diffusers' documentation describes."""
     kinds = {"text": StableDiffusionPipeline, "image": StableDiffusionImg2ImgPipeline}
     made = {
         name: kind.from_pretrained(tiny_folder, local_files_only=True)

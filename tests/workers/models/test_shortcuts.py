@@ -59,7 +59,7 @@ def alone(model: ImageModel, family: TinyPipeline, value: ImageInput) -> ImageRe
 def test_pixels_are_those_of_an_image_alone(
     catalog: Catalog, family: TinyPipeline, choice: str
 ) -> None:
-    """The image is drawn alongside images of other kinds and at other steps."""
+    """The image is drawn alongside images of other kinds and images at other steps."""
     model = with_shortcuts(catalog, family.folder, **CHOICES[choice])
     values = [
         GUIDED,

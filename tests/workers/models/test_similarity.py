@@ -58,7 +58,7 @@ def prepared(entry: Model, minilm_folder: Path) -> Sequence[PreparedOutcome]:
 
 @pytest.fixture(scope="module")
 def expected(minilm_folder: Path) -> list[float]:
-    """Cosines from sentence-transformers, one text at a time."""
+    """Cosine similarities from sentence-transformers, one text at a time."""
     reference = SentenceTransformer(str(minilm_folder), device="cpu")
     vectors = [[reference.encode(text) for text in pair] for pair in PAIRS]
     return [float(text @ query) for text, query in vectors]

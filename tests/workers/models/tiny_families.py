@@ -21,7 +21,8 @@ class Family:
     """A family's components, and the arguments for each of its pipelines.
 
     `parts`: components by name. `prompts`: the arguments for a prompt, keyed by seed. `tasks`:
-    pipeline classes, each with its names for an image and a mask. `usual`: other arguments.
+    pipeline classes, each with its argument names for an image and a mask. `usual`: other
+    arguments.
     """
 
     parts: Callable[[], dict[str, Any]]
@@ -366,7 +367,7 @@ def hunyuan_parts() -> dict[str, Any]:
             text_len=12,
             text_len_t5=12,
         ),
-        # The pipeline assumes that the VAE shrinks by eight.
+        # The pipeline assumes that the VAE downsamples by a factor of eight.
         "vae": kl_vae(
             block_out_channels=(4,) * 4,
             down_block_types=("DownEncoderBlock2D",) * 4,

@@ -19,7 +19,7 @@ SPECIAL = (
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 WIDTH = 16
-"""Width of the prompts' tokens, as expected by the transformer in `qwen_parts`."""
+"""Width of the prompts' token embeddings, as expected by the transformer in `qwen_parts`."""
 
 
 def write_folder(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 CLIP_WIDTH, T5_WIDTH = 16, 32
-"""The two CLIP encoders' outputs are side by side, and together they are as wide as T5's."""
+"""The two CLIP encoders' outputs sit side by side; together they are as wide as T5's."""
 LATENT_CHANNELS = 16
 
 

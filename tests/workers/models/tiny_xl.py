@@ -14,7 +14,7 @@ from diffusers import (
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 WIDTH = 32
-"""Each text encoder's width. The UNet attends to both, side by side."""
+"""Each text encoder's width. The UNet attends to both encoders' outputs, side by side."""
 TIME_WIDTH = 8
 MEANS = {"latents_mean": [0.5, -1.0, 2.0, 0.0], "latents_std": [3.0, 2.0, 4.0, 1.0]}
 
@@ -27,7 +27,7 @@ def write_folder(
     Args:
         shipped: folder of the pipeline whose VAE and tokenizer are copied.
         distilled: the UNet takes the guidance scale as an input, like LCM's UNets.
-        refines: the pipeline draws only from an image and has one text encoder, like the refiner.
+        refines: like the refiner, the pipeline draws only from an image and has one text encoder.
         options: `overflows` and `means` for the VAE, and options for the pipeline.
     """
     torch.manual_seed(5)
@@ -73,7 +73,7 @@ def _vae(shipped: Path, *, overflows: bool, means: bool) -> Any:
     """The shipped VAE.
 
     Args:
-        shipped: the pipeline's folder that contains the VAE.
+        shipped: the pipeline folder that contains the VAE.
         overflows: values between two of its layers are too large for fp16.
         means: the VAE has statistics for its four-channel latents, and random weights.
     """
@@ -106,7 +106,7 @@ def _unet(channels: int, *, distilled: bool, refines: bool) -> Any:
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         addition_embed_type="text_time",
         addition_time_embed_dim=TIME_WIDTH,
-        # Two sizes and a corner, or one size and a score.
+        # Two sizes and a crop corner, or one size and a score.
         projection_class_embeddings_input_dim=WIDTH + (5 if refines else 6) * TIME_WIDTH,
         time_cond_proj_dim=16 if distilled else None,
     )

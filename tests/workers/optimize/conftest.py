@@ -19,7 +19,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
-    """Runs the command on the `tiny` model; artifacts are written below tmp_path/artifacts."""
+    """Runs the command on the `tiny` model; artifacts are written to tmp_path/artifacts."""
 
     def run(*words: str, tolerance: float = 0.9999) -> int:
         catalog = tmp_path / "models.yaml"

@@ -226,8 +226,8 @@ def test_who_comes_while_it_is_made_finds_it(
 def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
     with making(tiny_bert, tmp_path) as process:
         process.send_signal(signal.SIGTERM)
-    # A shell reports 130 for both. CPython exits with the signal if KeyboardInterrupt passed
-    # through an `exec`, for example while an imported module defines a dataclass.
+    # A shell reports 130 in both cases. CPython exits with the signal if KeyboardInterrupt
+    # propagates through an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Ways to run an image pipeline, judged by the shipped pipeline's images."""
+"""Ways to run an image pipeline, judged against the shipped pipeline's images."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Quality measures, in cases with known values."""
+"""Quality measures, tested on cases with known values."""
 
 import numpy as np
 import pytest

@@ -141,7 +141,7 @@ def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
     comparison = compared([run_of_flow()], rows_of_run())
     assert comparison.differences == []
     assert comparison.cost_usd == pytest.approx(0.3)
-    # Each model of a step is a separate group in the report.
+    # Each model used in a step is a separate group in the report.
     assert len({(group.hour, group.model) for group in reported(rows_of_run())}) == 2
 
 

@@ -1,4 +1,4 @@
-"""A day matches its parameters exactly, to the request."""
+"""A day matches its parameters exactly, down to the request."""
 
 from __future__ import annotations
 

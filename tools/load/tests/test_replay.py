@@ -1,4 +1,4 @@
-"""A replay sends every request that is due, whatever its outcome, and the ledger records it."""
+"""A replay sends every request that is due, and the ledger records it, whatever its outcome."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
-    # One hour of a trace in 0.1 s; the test never waits for the hour after that.
+    # One hour of the trace takes 0.1 s; the test never waits for the hour after that.
     arrivals = [text(100 + 36 * number) for number in range(101)] + [text(1e9)]
     async with serving() as api:
         ledger, tally = await replayed(
@@ -295,8 +295,8 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
             api.seen.clear()
         process.send_signal(signal.SIGINT)
         await process.communicate()
-    # A shell reports 130 for both. CPython exits with the signal if KeyboardInterrupt passed
-    # through an `exec`, for example while an imported module defines a dataclass.
+    # A shell reports 130 in both cases. CPython exits with the signal if KeyboardInterrupt
+    # propagates through an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     ledger = read_ledger(tmp_path / "ledger")
     assert [line.status for line in ledger.lines] == [200] * 5

@@ -1,4 +1,4 @@
-"""All queries in alerts, rules and dashboards, and the metrics that they use."""
+"""All queries in alerts, rules, and dashboards, and the metrics that they use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_GRAFANA = {"$availability": "0.999", "$deadlines": "0.99", "$worker_hour_usd
 
 @dataclass
 class Asked:
-    """The metrics in a query, each with its matchers, and the labels it groups and joins by."""
+    """The metrics in a query, each with its matchers, and the labels used to group and join."""
 
     metrics: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     labels: set[str] = field(default_factory=set)
@@ -97,7 +97,7 @@ def grafana() -> Any:
 
 
 def google_dashboard() -> Any:
-    """Returns the Cloud Monitoring dashboard, as filled in by Terraform."""
+    """Returns the Cloud Monitoring dashboard with Terraform's values filled in."""
     return json.loads(_fill("dashboard.json.tftpl"))
 
 

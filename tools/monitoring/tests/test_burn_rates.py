@@ -1,4 +1,4 @@
-"""Alerts, keyed by kind of error. If promtool is installed, it runs the rules for Prometheus;
+"""Alerts, keyed by type of error. If promtool is installed, it runs the rules for Prometheus;
 
 the simulation's evaluator runs the Cloud Monitoring alerts.
 """
@@ -31,7 +31,7 @@ Fired = set[tuple[str, str | None]]
 
 @dataclass(frozen=True)
 class Counted:
-    """A counter: a number of events per minute, for a number of minutes."""
+    """A counter: the number of events per minute, and for how many minutes."""
 
     name: str
     labels: dict[str, str]
@@ -201,7 +201,7 @@ def minutes(case: Case) -> int:
 def test_rules_of_prometheus(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Alerts are evaluated only every few minutes, so simulating days takes seconds.
+    # Alerts are evaluated only every few minutes, so simulating several days takes seconds.
     seldom = {"groups": [group | {"interval": "4m"} for group in rules(BOUNDS, "file")["groups"]]}
     (tmp_path / "rules.yaml").write_text(json.dumps(seldom), encoding="utf-8")
     tests = {

@@ -18,7 +18,7 @@ PRICES = " or ".join(
     f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
     for worker, usd in (("texts", 0.5), ("images", 2))
 )
-"""The hourly price of one worker in dollars, in the form Terraform writes it."""
+"""The hourly price of one worker in dollars, formatted the way Terraform writes it."""
 
 
 def query(terms: Terms, title: str) -> str:

@@ -139,7 +139,7 @@ FIRES: list[tuple[str, list[Series]]] = [
     ("undecodable", [Series("penstock_worker_undecodable_messages_total", {}, 0, 1)]),
 ]
 UP = Series("penstock_api_requests_open", {}, 0)
-"""Without it, no metrics arrive from the API."""
+"""Without this series, no metrics arrive from the API."""
 SILENT: list[tuple[str, list[Series]]] = [
     ("a program's own error", [Series(XID, L4, 31), Series(XID, L4 | {"gpu": "1"}, 43)]),
     ("no error", [Series(XID, L4, 0), Series("DCGM_FI_DEV_ROW_REMAP_FAILURE", L4, 0)]),

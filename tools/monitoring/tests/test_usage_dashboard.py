@@ -38,7 +38,7 @@ INTERVALS_MS = {"1h": 3_600_000, "6h": 21_600_000, "1d": 86_400_000}
 
 
 def expanded(sql: str, interval: str = "1h", **variables: str) -> str:
-    """Expands a query as Grafana does: first variables, with its syntax, then macros."""
+    """Expands a query the way Grafana does: first variables, with their syntax, then macros."""
     values_of = {"dataset": DATASET, "tenant": "", "model": ""} | variables
     for name, value in values_of.items():
         quoted = value.replace('"', '\\"')

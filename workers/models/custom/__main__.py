@@ -16,7 +16,7 @@ from workers.models.custom.environments import python_for
 
 
 def main(words: Sequence[str]) -> int:
-    """Returns 0, 1 if the folder's class can't be served, or 2 for other arguments."""
+    """Returns 0, 1 if the folder's class can't be served, or 2 if the arguments are invalid."""
     try:
         match words:
             case ["install", folder]:

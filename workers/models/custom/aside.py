@@ -1,7 +1,7 @@
 """Asks a class questions outside of predictions: an input's work, and whether outputs are close.
 
 `work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
-after it is computed. Both are called in a separate runner, because the other runners are busy
+after the item is computed. Both are called in a separate runner, because the other runners are busy
 computing. This runner has imported the class but not set it up. It handles one question at a time
 and is killed if it doesn't respond in time, so no input delays the others for long.
 """
@@ -30,7 +30,8 @@ from workers.models.custom.sources import read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 ANSWER_LIMIT_S = 5.0
-"""Time limit per question. Weighing only reads sizes, and comparing two outputs takes little work.
+"""Time limit per question. Weighing an input only reads sizes, and comparing two outputs takes
+little work.
 """
 
 

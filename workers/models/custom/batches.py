@@ -231,7 +231,7 @@ class ClassBatch:
                 await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
-        """Keeps the output printed by a one-item call.
+        """Keeps the output printed during a call with one item.
 
         With several items, there is no way to know which one printed it.
         """

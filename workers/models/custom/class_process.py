@@ -45,7 +45,8 @@ No caller's input can cause an error that starts like this.
 MAX_LAST_READS = 8
 """Maximum number of one-megabyte reads from a process that has exited.
 
-A process's own data fits in the socket buffer, but a surviving child may keep sending data forever.
+A process's own data fits in the socket buffer, but a surviving child process may keep sending data
+forever.
 """
 USED_UP = "leftover memory or disk usage from earlier predictions must not make this one fail"
 
@@ -77,7 +78,7 @@ class ClassProcess:
     All methods must be called on the event loop. Blocking work runs in threads.
 
     Args:
-        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`.
         make_room: frees the device if the class can't be set up alongside other models.
         on_change: called when the class has been set up, when setup fails, and when the process
             exits.
@@ -145,12 +146,12 @@ class ClassProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory used by the process and everything it has started. 0 if it isn't running."""
+        """Memory used by the process and everything it has started, or 0 if it isn't running."""
         return 0 if self._runner is None else self._runner.memory_bytes
 
     @property
     def pid(self) -> int:
-        """Process id. 0 if it isn't running."""
+        """Process ID, or 0 if it isn't running."""
         return 0 if self._runner is None else self._runner.pid
 
     async def start(self, limit_s: float = MAX_STARTUP_S) -> None:
@@ -255,7 +256,7 @@ class ClassProcess:
         return frame
 
     async def _start_runner(self) -> tuple[RunnerProcess, Sources]:
-        """Starts a process on a thread, because this copies files and may fetch secrets."""
+        """Starts a process on a thread, because starting copies files and may fetch secrets."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._make_runner))
         try:
             return await asyncio.shield(starting)
@@ -330,7 +331,7 @@ class ClassProcess:
             self._on_end(runner)
 
     def _on_death(self, runner: RunnerProcess) -> None:
-        """Handles the process's exit. A child may still hold its end of the socket."""
+        """Handles the process's exit. A child process may still hold its end of the socket open."""
         for _ in range(MAX_LAST_READS):
             if self._runner is not runner or not runner.may_read() or not self._read(runner):
                 break
@@ -411,7 +412,9 @@ class ClassProcess:
         messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]],
         numbers: Sequence[int],
     ) -> None:
-        """Sends all the messages at once, as far as the process reads them. The rest follows.
+        """Sends all the messages at once, or as much of them as the process reads.
+
+        The rest follows.
 
         `numbers`: numbers of the predictions that the messages start, or BATCH.
         """
@@ -432,7 +435,8 @@ class ClassProcess:
     def cancel(self, number: int) -> None:
         """Cancels a prediction, and kills the process if the prediction does not stop.
 
-        The prediction gets as much time as setup took, so no caller can keep a class in `setup`.
+        The prediction gets as much time as setup took, so no caller can keep a class stuck in
+        `setup`.
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)
@@ -477,7 +481,10 @@ class ClassProcess:
         return self._device.startswith("cuda") and error.startswith(GPU_LOST)
 
     async def give_up(self) -> ModelProcessDied:
-        """Stops a process that has lost its GPU. Returns the error for its current predictions."""
+        """Stops a process that has lost its GPU.
+
+        Returns the error for the process's current predictions.
+        """
         reason = f"the class's process lost its GPU (status {GPU_LOST_STATUS})"
         await self.end(reason)
         return ModelProcessDied(reason)
@@ -487,7 +494,7 @@ class ClassProcess:
 
         This includes a process that is already being killed for this reason, so that the next
         prediction doesn't fail because of it. Call this only while nothing is running. Returns
-        whether it was stopped.
+        whether the process was stopped.
         """
         runner = self.runner
         try:
@@ -505,7 +512,7 @@ class ClassProcess:
 
 
 def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemover:
-    """Returns a remover for the paths that a folder's class sees in its runner."""
+    """Returns a function that removes the paths that a folder's class sees in its runner."""
     named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
     weights = [Path(named)] if named and named.startswith("/") else []
     return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])

@@ -35,7 +35,7 @@ class ClassClient:
     """Implements ProcessClient for a class's process, which is set up again after it exits.
 
     Args:
-        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`.
         make_room: frees the device if the class can't be set up alongside other models.
     """
 

@@ -8,8 +8,8 @@ renamed, so any existing environment is complete. Environments in a worker image
 same function when the image is built (infra/docker/worker.Dockerfile).
 
 Building a package from source runs the package's own code. That code runs under the same
-restrictions as the class: without our variables, without capabilities, and with write access only
-to the environment and uv's cache.
+restrictions as the class: without our variables or any capabilities, and with write access only to
+the environment and uv's cache.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """Describes the class's environment requests that can't be met here."""
+    """Describes which of the class's environment requests can't be met here."""
     requested = read_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
@@ -204,7 +204,7 @@ def _read(path: Path, first: Path) -> bytes:
 
 
 def _is_whole(target: Path) -> bool:
-    """Returns whether an environment is complete, and its base interpreter still exists."""
+    """Returns whether an environment is complete and its base interpreter still exists."""
     return (target / "bin" / "python").exists()
 
 
@@ -234,7 +234,7 @@ def _make(folder: Path, packages: AskedPackages, base: Interpreter, target: Path
 def _lock_environment(path: Path, until_s: float, folder: Path) -> Iterator[None]:
     """Holds an environment's lock during the block.
 
-    The system releases it if this process is killed.
+    The system releases the lock if this process is killed.
     """
     with path.open("w") as file:
         while True:

@@ -1,4 +1,4 @@
-"""The GPU for a class's process: which one it sees, and its name."""
+"""The GPU for a class's process: which one the process sees, and the GPU's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def gpu_variables(device: str) -> dict[str, str]:
     """Returns the variables that make CUDA show only one GPU to a process.
 
     Args:
-        device: `cuda:N`. With any other value, the process sees the same GPUs as this one.
+        device: `cuda:N`. With any other value, the process sees the same GPUs as this process does.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not number:
@@ -26,7 +26,7 @@ def gpu_name(device: str, driver: Path = _DRIVER) -> str:
     """Returns the driver's name for a GPU, `cpu`, or the device if there is no driver.
 
     Args:
-        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`.
         driver: the folder that contains one folder per GPU (NVIDIA driver README, "The /proc
             interface").
     """

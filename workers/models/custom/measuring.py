@@ -38,7 +38,7 @@ from workers.models.reports import BatchResult, ItemEnded, StepMessage
 
 MIB = 1024 * 1024
 BATCH_LIMIT_S = 3600.0
-"""Time limit for one call to the class. The user may interrupt it sooner."""
+"""Time limit for one call to the class. The user may interrupt the call sooner."""
 
 
 class Conditions(NamedTuple):
@@ -60,8 +60,8 @@ def measure(
 ) -> ModelMeasurement:
     """Measures a class in a separate process, the way workers run it.
 
-    Each input is first run once without being timed. A class that computes several items at a time
-    is measured with 1, 2, 4, and more items, up to its maximum.
+    Each input is run once first, without being timed. A class that computes several items at a time
+    is measured with 1, 2, 4, and so on, up to its maximum.
 
     Args:
         inputs: at least one input, each as typical as possible.
@@ -165,7 +165,7 @@ def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom])
 
 
 def _sizes(maximum: int) -> list[int]:
-    """Returns 1, 2, 4 and so on, followed by the maximum."""
+    """Returns 1, 2, 4, and so on, followed by the maximum."""
     sizes = [1]
     while sizes[-1] < maximum:
         sizes.append(min(2 * sizes[-1], maximum))
@@ -237,7 +237,9 @@ def _check_outcome(
 def read_inputs(
     interface: ModelInterface, assignments: Sequence[str], lines: Path | None
 ) -> list[PreparedCustom]:
-    """Reads the inputs for the measurement. If none are given, uses the simplest possible input.
+    """Reads the inputs for the measurement.
+
+    If no inputs are given, uses the simplest possible input.
 
     Args:
         assignments: NAME=VALUE and NAME=@PATH pairs for one input.
@@ -264,7 +266,7 @@ def read_inputs(
 
 
 def _simplest(interface: ModelInterface) -> Iterator[str]:
-    """Yields assignments for the required inputs, if none of them is a file."""
+    """Yields assignments for the required inputs if none of them is a file."""
     for name, value in interface.example_inputs("some text").items():
         shape = interface.properties[name]
         element = shape.get("items", {}) if shape.get("type") == "array" else shape
@@ -334,7 +336,8 @@ def _output_bytes(result: CustomResult) -> int:
 def _peak_bytes(others: set[int]) -> int:
     """Returns the total peak memory of this process's descendants, each at its own peak.
 
-    Excludes `others`, which don't belong to the class. 0 if the system doesn't report it.
+    Excludes `others`, which don't belong to the class. Returns 0 if the system doesn't report peak
+    memory.
     """
     total = 0
     for pid in set(list_tree(os.getpid())) - others:
@@ -387,7 +390,7 @@ def _gpu() -> str:
 
 
 def _round_to_three(seconds: float) -> float:
-    """Rounds to three digits, because the rest is noise."""
+    """Rounds to three digits, because any further digits are noise."""
     return float(f"{seconds:.3g}")
 
 

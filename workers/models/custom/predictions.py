@@ -73,7 +73,8 @@ class Prediction:
         self.logs = PublicLogs(PathRemover(None, ()))
         """The prediction's printed output."""
         self._received = self._received_bytes = 0
-        """Number of pieces from the current runner, and the total bytes of their files."""
+        """Number of pieces from the current runner, and the total number of bytes in their files.
+        """
         self._is_text = is_text
         self._count = self._reported = item.written_pieces
         self._text = io.StringIO(item.written_text)
@@ -88,7 +89,7 @@ class Prediction:
         self.files: list[tuple[FilePlace, Blob]] = []
         """Files of all pieces so far."""
         self._new_files: list[FileOfPiece] = []
-        """Files of unreported pieces that are too large to include in them."""
+        """Files of unreported pieces that are too large to be included in the pieces."""
 
     def start_over(self) -> None:
         """Records that the runner has died and that a new one will compute this item."""
@@ -127,7 +128,7 @@ class Prediction:
         self._new_files += large
 
     def _line(self, piece: Any, number: int) -> tuple[str, list[FileOfPiece]]:
-        """Returns an element as a line, with the files that are too large for it."""
+        """Returns an element as a line, along with the files that are too large for the line."""
         files: list[StreamedFile] = []
         large: list[FileOfPiece] = []
         for at, (place, blob) in enumerate(self.files):

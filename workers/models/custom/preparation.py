@@ -18,7 +18,7 @@ from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 
 MAX_KEY_CHARS = 64
-"""Maximum key length. A longer value's key is its digest."""
+"""Maximum key length. If a value is longer, its key is the value's digest."""
 
 
 class CustomPreparer:

@@ -82,8 +82,8 @@ class PrintedOutput:
         """Starts keeping a prediction's output until it is taken.
 
         Args:
-            is_alone: True if no other prediction is running. Unmarked output is then kept with this
-                one until another log is opened.
+            is_alone: True if no other prediction is running. Unmarked output is then attributed to
+                this prediction until another log is opened.
         """
         self._drain()
         with self._lock:
@@ -116,7 +116,7 @@ class PrintedOutput:
             return self._unowned.take()
 
     def take_cleared(self) -> PrintedLogs:
-        """Same as `take`, but leaves an ending that may start a secret for the next call."""
+        """Same as `take`, but an ending that may begin a secret is left for the next call."""
         self._drain()
         with self._lock:
             return self._unowned.take_cleared()
@@ -189,7 +189,7 @@ class PrintedOutput:
 
 
 class KeptText:
-    """The last MAX_LOG_CHARS characters of growing text, without secrets.
+    """The last MAX_LOG_CHARS characters of growing text, with secrets removed.
 
     Args:
         hidden: values that are replaced throughout the text.
@@ -215,13 +215,13 @@ class KeptText:
         return PrintedLogs(self._kept, self._left_out)
 
     def take(self) -> PrintedLogs:
-        """Returns the text since the last call, including an ending that may start a secret."""
+        """Returns the text since the last call, including any ending that may begin a secret."""
         held, self._held = self._held, ""
         self._keep(self._hidden.clear(held))
         return self.take_cleared()
 
     def take_cleared(self) -> PrintedLogs:
-        """Returns the text since the last call, without an ending that may start a secret."""
+        """Returns the text since the last call, without any ending that may begin a secret."""
         logs = self.look()
         self._kept, self._left_out = "", 0
         return logs
@@ -250,14 +250,14 @@ class HiddenValues:
         return text
 
     def split(self, text: str) -> tuple[str, str]:
-        """Splits off an ending that may start a value, plus any value that extends into it."""
+        """Splits off an ending that may begin a value, plus any value that extends into it."""
         at = len(text) - max((_overlap(text, value) for value in self._values), default=0)
         while (begin := self._begin_across(text, at)) < at:
             at = begin
         return text[:at], text[at:]
 
     def _begin_across(self, text: str, at: int) -> int:
-        """Returns the start of the first value that spans an index, or the index itself."""
+        """Returns the start index of the first value that spans an index, or the index itself."""
         begins = (
             text.find(value, max(0, at - len(value) + 1), at + len(value) - 1)
             for value in self._values

@@ -87,7 +87,7 @@ def runner_environment(
         scratch: the runner's folder for temporary files, which is also its home folder.
         python: the runner's interpreter. The interpreter's folder comes first in PATH, so `python`
             and the scripts of the class's packages are found by name.
-        added: variables set by the operator, cog.yaml and the entry.
+        added: variables set by the operator, cog.yaml, and the entry.
     """
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     count = str(threads)
@@ -170,8 +170,8 @@ class RunnerProcess:
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
         self._process, output = self._start(python, options, variables, theirs)
         self.pidfd = -1
-        """Readable once the process has exited. -1 if the system doesn't support it (Linux before
-        5.3).
+        """Becomes readable once the process has exited. -1 if the system doesn't support it (Linux
+        before 5.3).
         """
         with contextlib.suppress(OSError, AttributeError):
             self.pidfd = os.pidfd_open(self._process.pid)
@@ -294,7 +294,7 @@ class RunnerProcess:
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Sends a message, or as much of it as the process will read. `receive` sends the rest.
 
-        A process that has exited doesn't receive the message, which `receive` then reports.
+        A process that has exited doesn't receive the message; `receive` then reports the exit.
         """
         self.send_all([(message, blobs)])
 
@@ -371,7 +371,7 @@ class RunnerProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of the whole process family, at most two seconds old."""
+        """Memory of the whole process family, as measured at most two seconds ago."""
         return max(self._limits.taken_bytes, resident_bytes_of(self._process.pid))
 
     @property
@@ -390,8 +390,8 @@ class RunnerProcess:
         until_s = time.monotonic() + KILL_AFTER_S
         while not self.has_ended and time.monotonic() < until_s:
             time.sleep(0.005)
-        # Kills its child processes as well. The process ID isn't reused until the process has been
-        # waited for.
+        # Kills the process's child processes as well. The process ID isn't reused until the process
+        # has been waited for.
         if not self.has_ended:
             self.kill_at_fault("it closed its connection to the worker")
         self._family.end()

@@ -28,7 +28,7 @@ class PathRemover:
 
     Args:
         scratch: the process's scratch folder, or None if there is none. The class's working folders
-            and the folders of its input files, all under it, are removed too.
+            and the folders of its input files, all of which are under it, are removed too.
         folders: other folders to remove, such as the class's folder.
     """
 
@@ -44,7 +44,7 @@ class PathRemover:
         self._paths = re.compile(f"{roots}{_PYTHON}")
 
     def remove(self, text: str) -> str:
-        """Returns the text without the folders. A folder on its own becomes a dot."""
+        """Returns the text with the folders removed. A folder on its own becomes a dot."""
         return self._paths.sub(lambda match: "." if match[1] == "" else "", text)
 
 
@@ -56,7 +56,7 @@ class PublicLogs:
         self._seen = 0
         """Number of printed characters received so far."""
         self._held = ""
-        """The start of a possible path, kept until the rest arrives."""
+        """The start of a possible path, held back until the rest arrives."""
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:
@@ -64,7 +64,8 @@ class PublicLogs:
 
         Args:
             printed: all of the output so far, or just the end if it is long.
-            is_all: True if nothing follows. Otherwise, a path that may continue is held back.
+            is_all: True if nothing follows. Otherwise, a path that may continue in later output is
+                held back.
         """
         text, left_out = self.printed.text, self.printed.left_out
         if (missing := printed.left_out - self._seen) > 0:

@@ -3,7 +3,7 @@
 The view contains the folder's files: small files as copies, and large files as copies that share
 their blocks (ioctl_ficlone(2)) or, if the file system doesn't support that, as links. The class is
 loaded from there, so it can read and write next to its own file and use relative paths. As in one
-of Cog's containers, its files are private, including an `output.png` from an earlier run. If the
+of Cog's containers, its files are private, including an `output.png` left by an earlier run. If the
 system permits it, the runner mounts the folder below the view (confinement.py), and no links are
 needed.
 """
@@ -23,22 +23,22 @@ from pathlib import Path
 PREFIX = "penstock-scratch-"
 WORKING_DIR = "src"
 LEFT_AFTER_S = 60.0
-"""Minimum age for removing a leftover folder. A younger folder may be about to be locked."""
+"""Minimum age for removing a leftover folder. A newer folder may be about to be locked."""
 MAX_COPIED_BYTES = 8 * 1024 * 1024
-"""Larger files are linked and can't be written to."""
+"""Larger files are linked, so they can't be written to."""
 MAX_COPIES_BYTES = 64 * 1024 * 1024
 """Maximum total size of the copies."""
 MAX_ENTRIES = 10_000
-"""Beyond this number, whole folders are linked, and the class can't write into the linked folders.
+"""Beyond this size, whole folders are linked, and the class can't write to them.
 """
 MAX_LINKED_ENTRIES = 1000
-"""Maximum number of entries, across all levels, for a linked folder to be copied instead. A larger
-folder stays a link.
+"""Maximum number of entries, across all levels, in a linked folder for it to be copied instead. A
+larger folder stays a link.
 """
 LINKED = frozenset(
     {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
 )
-"""Folders that are linked as a whole."""
+"""Folders that are always linked as a whole."""
 _FICLONE = 0x40049409
 
 
@@ -98,7 +98,7 @@ def _lock_folder(path: Path) -> int | None:
 
 def _fill(folder: Path, working_dir: Path) -> None:
     real = folder.resolve()
-    # The last are folders that contain this one, links to which are not copied.
+    # The last are the folders that contain this one; links to them are not copied.
     waiting = deque([(folder, working_dir, {real, *real.parents, *working_dir.resolve().parents})])
     count = copied_bytes = 0
     while waiting:
@@ -152,7 +152,7 @@ def _is_small(folder: Path) -> bool:
 def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
     """Copies a file if it is small or can share its blocks.
 
-    Returns the number of bytes the copy takes up, or 0.
+    Returns the number of bytes the copy takes up, or 0 if there is no copy.
     """
     with contextlib.suppress(OSError):
         size = entry.stat().st_size
@@ -182,7 +182,7 @@ def _remove(scratch: Path) -> None:
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.exists():
-            for place, _, _ in os.walk(scratch):  # top down, so that each one can be read
+            for place, _, _ in os.walk(scratch):  # top down, so that each folder can be read
                 with contextlib.suppress(OSError):
                     Path(place).chmod(0o700)
             shutil.rmtree(scratch, ignore_errors=True)

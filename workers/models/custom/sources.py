@@ -1,4 +1,4 @@
-"""The files that determine a class's behavior: their digest, and cog.yaml's settings."""
+"""The files that determine a class's behavior, their digest, and the settings in cog.yaml."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 class Sources:
     """A class's sources.
 
-    `sha256`: digest of their names and bytes. `environment`: the variables set in its cog.yaml.
+    `sha256`: digest of the files' names and bytes. `environment`: the variables set in the class's
+    cog.yaml.
     `shows_tracebacks`: True if callers see an exception's traceback in `logs`.
     """
 
@@ -95,7 +96,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def find_fixed_ports(folder: Path) -> list[str]:
-    """Returns where sources mention a local port, because processes can't share a port.
+    """Returns where the sources mention a local port, because processes can't share a port.
 
     Raises:
         ConfigurationError: there are too many sources.
@@ -121,7 +122,7 @@ def place_of(folder: Path, text: str) -> str:
 
 
 def _code(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields each line of Python in the folder, after its location."""
+    """Yields each line of Python in the folder, preceded by its location."""
     for path in source_files(folder):
         if path.suffix == ".py":
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -130,7 +131,7 @@ def _code(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields a folder's files, skipping Python environments in it."""
+    """Yields a folder's files, skipping any Python environments in it."""
     for parent, folders, names in os.walk(folder):
         source_folders = [
             name for name in folders if name not in _LEFT_OUT and not name.startswith(".")
@@ -166,7 +167,8 @@ def find_without_effect(folder: Path) -> list[str]:
 def _settings(folder: Path) -> dict[str, Any]:
     """Returns the contents of cog.yaml.
 
-    Empty if the file does not exist. Errors about its class are reported by its runner.
+    Empty if the file does not exist. Errors that concern its class are reported by the class's
+    runner.
     """
     file = folder / COG_YAML
     if not file.is_file():

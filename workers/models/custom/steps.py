@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 class ClassSteps:
     """One run of a class until no items are left. Computes up to `interface.concurrency` at a time.
 
-    on_message: called with the items' results, but never during a call to one of these methods.
+    on_message: called with the items' results, but never during a call to one of this object's
+    methods.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class ClassSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._charged_s: float | None = None
-        """Time up to which the process's usage has been charged. None if it is not ready."""
+        """Time up to which use of the process has been charged. None if the process is not ready.
+        """
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -129,7 +131,7 @@ class ClassSteps:
         self._changed.set()
 
     async def _advance(self) -> None:
-        """Does as much as it can right now, then waits until something changes."""
+        """Does as much as possible right now, then waits until something changes."""
         process = self._process
         self._changed.clear()
         if self.fault is not None:
@@ -229,8 +231,8 @@ class ClassSteps:
     def _charge(self) -> None:
         """Charges the time since the last call to the current items.
 
-        No caller pays while the class is being set up, or while an item waits for a dropped item to
-        stop, because another caller's item may be the cause.
+        Callers pay nothing while the class is being set up, or while an item waits for a dropped
+        item to stop, because another caller's item may be the cause.
         """
         now_s = time.monotonic()
         if self._charged_s is not None:

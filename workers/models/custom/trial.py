@@ -29,8 +29,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     Args:
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given either as
             JSON or by repeating the name.
-        out: folder for the output's files, or a file for the output: its first file or, if it has
-            no files, its text or JSON. Additional files get a number in their names.
+        out: folder for the output's files, or a file for the output itself: its first file or, if
+            it has no files, its text or JSON. Additional files get a number in their names.
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
@@ -102,7 +102,7 @@ def _frames(runner: RunnerProcess) -> Iterator[Frame]:
 
 
 def _show_piece(frame: Frame, interface: ModelInterface, out: Path, count: int) -> int:
-    """Shows a piece that follows `count` files. Returns the new number of files."""
+    """Shows a piece that comes after `count` files. Returns the new number of files."""
     if interface.streams == "text":
         print(frame.message["piece"], end="", flush=True)
     else:
@@ -137,7 +137,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
 
 
 def _text_of(output: Any, interface: ModelInterface) -> str:
-    """Formats an output for a file: text as is, and anything else as JSON."""
+    """Formats an output for a file: text as is, anything else as JSON."""
     if interface.streams == "text":
         return "".join(map(format_piece, output))
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"
@@ -214,4 +214,4 @@ def _from_json(name: str, text: str) -> Any:
     except json.JSONDecodeError:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        return text  # a union may accept it
+        return text  # a union may accept the text

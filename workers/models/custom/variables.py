@@ -114,7 +114,7 @@ def _check_entry(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
             where = ".".join(map(str, (name, *first["loc"])))
             raise ConfigurationError(
                 f"{models_file}: {where}: {first['msg']}", field=name
-            ) from None  # the class's input may be a secret
+            ) from None  # the class's input may contain a secret
     processes = entry.get("processes")
     return EntryVariables(
         variables["environment"],
@@ -127,8 +127,8 @@ def _read(name: str, text: str) -> str:
     """Returns a secret's value, without its final newline.
 
     Raises:
-        ConfigurationError: the secret is missing. The message contains its location, but never its
-            value.
+        ConfigurationError: the secret is missing. The message contains the secret's location but
+            never its value.
         ModelFailed: Secret Manager is unreachable.
     """
     reference = SecretReference.parse(text)

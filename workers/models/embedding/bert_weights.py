@@ -71,13 +71,14 @@ def read_bert_folder(folder: Path) -> LoadedBert | None:
 
     Returns None unless the folder fully describes a plain model in FAMILIES: config.json has the
     usual settings, and model.safetensors has only BertModel's weights, under its names. In all
-    other cases, including invalid files, transformers must read the folder or report why it can't.
+    other cases, including invalid files, transformers must read the folder or report why that is
+    impossible.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if not _is_usual(config) or (folder / "adapter_config.json").exists():
             return None
-        # BERT's positions start at 0, RoBERTa's at its padding token's ID plus 1.
+        # Positions start at 0 in BERT, and at the padding token's ID plus 1 in RoBERTa.
         first_position = 0 if config["model_type"] == "bert" else 1 + config["pad_token_id"]
         shapes = _shapes(config)
         with safe_open(folder / "model.safetensors", "pt") as file:

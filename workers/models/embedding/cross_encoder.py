@@ -110,7 +110,7 @@ class CrossEncoderModel:
             on_device = {name: tensor.to(self._device) for name, tensor in inputs.items()}
             with attention_without_plans(self._device):
                 logits = self._model(**on_device).logits[:, 0].float()
-            # An overflow would look like the best or worst score.
+            # An overflow would look like the best or the worst score.
             checked = logits.masked_fill(~logits.isfinite(), torch.nan)
             scores = checked.sigmoid().cpu().tolist()
         on_step(1, 1)

@@ -1,7 +1,7 @@
 """The ONNX Runtime encoder for embedding models.
 
 It pools and normalizes in numpy, and never imports torch. A model process that uses it starts in
-well under a second, and needs a fraction of torch's memory.
+well under a second and needs a fraction of the memory that torch does.
 """
 
 from __future__ import annotations

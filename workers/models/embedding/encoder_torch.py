@@ -1,11 +1,11 @@
 """The torch encoder for embedding models: fp32 anywhere, bf16 on CPU and GPU, fp16 on GPU.
 
-On a CPU, BERT and related models are computed operator by operator, without using transformers'
-modules. The overhead of modules, keyword arguments, and three casts of the same rows took 40% of
-the CPU time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the
-weights only once, while F.linear does so on every call.
+On a CPU, BERT and related models are computed operator by operator, without transformers' modules.
+The overhead of modules, keyword arguments, and three casts of the same rows took 40% of the CPU
+time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the weights
+only once, while F.linear does so on every call.
 
-Texts are concatenated, so that no padding is computed on a CPU. Every part of an encoder except
+On a CPU, texts are concatenated so that no padding is computed. Every part of an encoder except
 attention works token by token, so a batch's texts pass through as one row of tokens, each with its
 position in its own text, and attention is computed text by text. transformers lets us replace
 attention by name, and passes the model call's keyword arguments to it. A trial run determines
@@ -60,13 +60,13 @@ _LENGTHS = "penstock_lengths"
 _PRODUCTS_FROM_TOKENS = 128
 """From this length on, two matrix products are faster than torch's flash attention in bf16.
 
-With MiniLM's heads, which are 32 wide, 230 tokens take 1.2 ms per layer instead of 1.6.
+With MiniLM's heads, which are 32 wide, 230 tokens take 1.2 ms per layer instead of 1.6 ms.
 """
 _TRIED_LENGTHS = (3, 11, 6)
 _TRIED_APART = 0.02
 """Twice the difference that bf16 rounding causes between batches.
 
-A model that mixes up texts differs far more.
+A model that mixes up texts produces far larger differences.
 """
 
 _STEP_TOKENS = 16
@@ -77,22 +77,22 @@ concatenated texts can have any row count. With MiniLM over thousands of batches
 less time, and a process grew by 0.3 GiB instead of 0.6.
 """
 _ANY_COUNT_TOKENS = 64
-"""Up to this count, rows are not padded.
+"""Up to this number of rows, no padding is added.
 
-With seven extra rows, a single text of nine tokens took 4.2 ms instead of 3.4.
+With seven extra rows, a single nine-token text took 4.2 ms instead of 3.4 ms.
 """
 
 
 class Trial:
     """Three short texts, and the states that `model` computes for them with padding.
 
-    `ids` has all texts in one row, and `lengths` their token counts. `first_positions` are the
+    `ids` has all texts in one row, and `lengths` has their token counts. `first_positions` are the
     candidates for the first token's position.
     """
 
     def __init__(self, model: Any) -> None:
         self.lengths = _TRIED_LENGTHS
-        # BERT's positions start at 0, RoBERTa's at its padding token's ID plus 1.
+        # Positions start at 0 in BERT, and at the padding token's ID plus 1 in RoBERTa.
         self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
         # IDs below 5 are special tokens.
         self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
@@ -103,7 +103,7 @@ class Trial:
         self._expected = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, states: torch.Tensor) -> bool:
-        """Returns whether these states, float32 [tokens, width], match those with padding."""
+        """Returns whether these states, float32 [tokens, width], match the padded ones."""
         return torch.allclose(
             states, self._expected, rtol=0, atol=_TRIED_APART * float(self._expected.abs().max())
         )
@@ -133,7 +133,7 @@ def runs_unpadded(model: Any) -> int | None:
             try:
                 states = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                continue  # it doesn't support positions, or keyword arguments to its attention
+                continue  # it doesn't support positions, or keyword arguments for its attention
             if trial.is_right(states):
                 return first
     model.set_attn_implementation("sdpa")
@@ -396,7 +396,7 @@ class TorchEncoder:
         self._check_precision()
         in_bf16 = (self._precision, self._device.type) == ("bf16", "cpu") and computes_bf16()
         on_cpu = self._device.type == "cpu"
-        # Packed texts on a GPU require 16 bits.
+        # Packed texts on a GPU require 16-bit precision.
         reads_bert = in_bf16 or (self._precision == "fp32") == on_cpu
         bert = read_bert_folder(self._settings.transformer) if reads_bert else None
         if bert is not None and self._take(bert, in_bf16=in_bf16):
@@ -519,7 +519,7 @@ def _load_model(folder: Path) -> Any:
     """Returns the transformers model, in fp32.
 
     Raises:
-        ConfigurationError: the folder is not a model, or its files are damaged.
+        ConfigurationError: the folder does not contain a model, or its files are damaged.
     """
     from transformers import AutoModel
     from transformers.utils import logging
@@ -550,7 +550,7 @@ def _narrow_linear_layers(model: torch.nn.Module, dtype: torch.dtype) -> None:
 def _pool(mode: str, states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Pools states [items, tokens, width] to [items, width].
 
-    Without a mask, every item has all tokens.
+    Without a mask, all tokens of every item are used.
     """
     if mode == "cls":
         return states[:, 0]

@@ -23,7 +23,7 @@ USUAL_CALL_TOKENS = {"cpu": 20, "gpu": 4096}
 """Default fixed cost of one call, in tokens.
 
 On one core, reading MiniLM's weights takes as long as computing 20 tokens. On a GPU, kernel
-launches dominate up to thousands of tokens.
+launches dominate the cost up to thousands of tokens.
 """
 _WARMUP_LENGTHS = (8, 64)
 
@@ -36,7 +36,8 @@ def cut_by_length(
     A group has at most `budget` padded tokens, unless it is a single longer text.
 
     In the best split, every group is a run of the sorted lengths, so this is a shortest-path
-    problem. It takes O(n^2) steps, of which numpy does n at a time, so a batch of 1,024 takes 3 ms.
+    problem. It takes O(n^2) steps, of which numpy does n at a time, so a batch of 1,024 texts takes
+    3 ms.
     """
     ordered = np.array(lengths, np.int64)
     order = ordered.argsort(kind="stable")

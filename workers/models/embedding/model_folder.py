@@ -1,8 +1,8 @@
 """Reads a sentence-transformers folder: the steps before and after the transformer.
 
 modules.json lists the modules in order, each with its folder. sentence_bert_config.json (or another
-family's equivalent) has the maximum length. config_sentence_transformers.json has the prompts. Like
-sentence-transformers, we apply mean pooling to a folder without modules.json.
+family's equivalent) has the maximum length. config_sentence_transformers.json has the prompts. As
+in sentence-transformers, a folder without modules.json gets mean pooling.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SentenceFolder:
     """The settings in a sentence-transformers folder."""
 
     transformer: Path
-    """The folder with config.json, the weights and tokenizer.json."""
+    """The folder with config.json, the weights, and tokenizer.json."""
     max_length: int
     """Maximum number of tokens per text, including special tokens."""
     lower_case: bool
@@ -80,7 +80,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def longest_text(transformer: Path) -> int:
-    """Returns the maximum tokens per text that both the tokenizer and position table support."""
+    """Returns the token limit per text that both the tokenizer and the position table support."""
     limits = [
         _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
         _read_json(transformer / "config.json", {}).get("max_position_embeddings"),

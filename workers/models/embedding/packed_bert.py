@@ -1,12 +1,12 @@
-"""BERT and related models on a GPU: packed texts in 16 bits, without padding or waiting.
+"""BERT and related models on a GPU: packed 16-bit texts, without padding or waiting.
 
-A batch's texts form one row of tokens. Attention receives the positions at which texts start, and
-computes all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded
-attention would also compute filler. On GPUs with compute capability 9 and 10, it would also build a
-plan for each new combination of text count and length, and that takes tens of milliseconds
+A batch's texts form one row of tokens. Attention receives the positions where texts start, and
+processes all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded
+attention would also process the filler. On GPUs with compute capability 9 and 10, it would also
+build a plan for each new combination of text count and length, and that takes tens of milliseconds
 (decision 4).
 
-Weights, states, and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
+Weights, states, and products are 16-bit. Products and layer norms accumulate in fp32, and pooling
 and normalization are computed in fp32.
 
 A GPU computes while the host prepares the next call, so nothing here waits for the GPU's results.
@@ -39,8 +39,8 @@ Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor
 ]
 """The interface of `varlen_attn`: query, key, and value [tokens, heads, width]; then, once for
-queries and once for keys, the boundaries of the texts in them (int32 [texts + 1]) and the longest
-text's token count.
+queries and once for keys, the boundaries of the texts in them (int32 [texts + 1]) and the token
+count of the longest text.
 """
 
 MAX_HEAD_WIDTH, HEAD_WIDTH_STEP = 256, 8
@@ -58,7 +58,7 @@ def attend_packed(
     longest: int,
     longest_key: int,
 ) -> torch.Tensor:
-    """Computes `varlen_attn`, in 16 bits on a GPU."""
+    """Computes `varlen_attn` in 16-bit precision on a GPU."""
     mixed = varlen_attn(query, key, value, borders, key_borders, longest, longest_key)
     assert isinstance(mixed, torch.Tensor), "nothing else was requested; this is a bug"
     return mixed
@@ -97,7 +97,7 @@ class PackedBert:
         pooling: modes whose vectors are concatenated, as in SentenceFolder.
         normalize: True if vectors are scaled to length 1.
         dtype: precision of weights, states, and products.
-        attend: attention between the tokens of each text.
+        attend: computes attention between the tokens of each text.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class PackedBert:
 
         See Encoder in model.py.
 
-        May be called on several threads. The device computes one call while the others wait.
+        May be called on several threads. The device computes one call while the other threads wait.
         """
         packed = pack_texts(ids, types, lengths)
-        # A batch's copy to the device is queued after the previous batch's copies and kernels.
+        # A batch's copy to the device is queued behind the previous batch's copies and kernels.
         with self._launching, torch.inference_mode(), self._current_device():
             buffer = torch.empty(len(packed), dtype=torch.int32, pin_memory=self._is_gpu)
             buffer.numpy()[:] = packed

@@ -1,7 +1,7 @@
 """Text pairs: their preparation, and the cosine similarity of their vectors.
 
-This module is separate from the task, which every worker imports, so that workers for other models
-don't need numpy.
+This module is separate from the task, which every worker imports, so workers for other models don't
+need numpy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.models.embedding.model_folder import longest_text
 from workers.models.embedding.tokenization import open_tokenizer, too_long
 
 _CutText = tuple[str, Truncate, int]
-"""A text, the side on which it is truncated, and its limit in tokens (0 for none)."""
+"""A text, the side to truncate it on, and its limit in tokens (0 for none)."""
 
 
 class PairPreparer:
@@ -153,9 +153,9 @@ class SimilarityModel:
         ]
 
     def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
-        """Returns texts' vectors, scaled to length 1, keyed by their token IDs.
+        """Returns the vectors of texts, scaled to length 1 and keyed by the texts' token IDs.
 
-        A vector without a direction becomes NaN, as does its score, which is then rejected.
+        A vector without a direction becomes NaN, and so does its score, which is then rejected.
         """
         units: dict[bytes, np.ndarray] = {}
         for indices in self._encoder.groups(texts):

@@ -35,7 +35,7 @@ class TextPreparer:
     """Prepares TextInput and TokensInput as sentence-transformers does, and handles TextToTokenize.
 
     Raises:
-        ConfigurationError: the folder is not an embedding model.
+        ConfigurationError: the folder does not contain an embedding model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class TextPreparer:
         )
 
     def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
-        """Returns the position from which to drop `beyond` tokens.
+        """Returns the position to truncate at to drop `beyond` tokens.
 
         Special tokens and the model's prompt are kept.
         """

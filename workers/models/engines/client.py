@@ -43,7 +43,7 @@ _DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm
 
 
 class EngineClient:
-    """A ProcessClient for an engine, which is restarted after being evicted."""
+    """A ProcessClient for an engine; the engine is restarted after being evicted."""
 
     def __init__(self, entry: Model, folder: Path, hardware: Hardware, timeout_s: float) -> None:
         self._entry = entry
@@ -89,7 +89,7 @@ class EngineClient:
     async def _open(self) -> tuple[float, float]:
         """Starts an engine.
 
-        Returns its load time, and the time until its first token, in seconds.
+        Returns the engine's load time and the time until its first token, in seconds.
         """
         began_s = time.monotonic()
         launch = self._dialect.launch(self._hardware)
@@ -120,7 +120,7 @@ class EngineClient:
         return took_s, time.monotonic() - loaded_s
 
     async def _warm_up(self, engine: Engine) -> None:
-        """Generates a token, whose log probability is a number if the model is intact.
+        """Generates a token; its log probability is a number if the model is intact.
 
         Raises:
             ConfigurationError: the model's outputs are not numbers.
@@ -176,7 +176,7 @@ class EngineClient:
             try:
                 await self._run.run(batch, timeout_s)
             except ModelProcessDied:
-                # It must be restarted before it can be used again.
+                # The engine must be restarted before it can be used again.
                 engine.process.kill()
                 await self._ended.wait()
                 raise
@@ -199,7 +199,7 @@ class EngineClient:
         """Does nothing, because text has no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Stops the engine between runs. It is restarted on the next use."""
+        """Stops the engine between runs. The engine is restarted on the next use."""
         async with self._turn:
             engine, self._engine = self._engine, None
             self._started.clear()

@@ -1,4 +1,4 @@
-"""Requests to engines, their replies, and the differences between their servers."""
+"""Requests to engines, their replies, and the ways their servers differ."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Launch:
     """How to start an engine's server.
 
     `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
-        to the few variables that the server gets. `context_keys`: where to find the maximum tokens
-        per text in the document at `context_path`. `safe_lines`: log lines from a ready server that
-        operators may read, because they can't contain a prompt.
+        to the few variables that the server gets. `context_keys`: where to find the maximum number
+        of tokens per text in the document at `context_path`. `safe_lines`: log lines from a ready
+        server that operators may read, because they can't contain a prompt.
     """
 
     settings: Mapping[str, Any]
@@ -57,13 +57,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """A request to the engine: the tokens to read, and how many to generate after them.
+    """A request to the engine: the tokens to read, and how many tokens to generate after them.
 
     `slot`, `salt`: only requests with the same slot, or the same salt, share the results for
-        identical prefixes. `keeps`: True if the slot keeps its results for use with the same
-        tokens. `counts`: True if the number of cached tokens must be reported. `echoes`: True if
-        the prompt's log probabilities must be reported. `bias`: added to tokens' logits, in place
-        of the item's. `allowed`: a mask of the tokens to choose from.
+        identical prefixes. `keeps`: True if the slot keeps its results for reuse with the same
+        tokens. `counts`: True if the engine must report the number of cached tokens. `echoes`: True
+        if the engine must report the prompt's log probabilities. `bias`: added to the tokens'
+        logits, in place of the item's own bias. `allowed`: a mask of the tokens to choose from.
     """
 
     ids: Sequence[int]
@@ -81,10 +81,10 @@ class EngineRequest:
 class Reply:
     """A reply, or part of a stream.
 
-    `chances`: log probabilities for each token, if requested. `prompt_chances`: the same for each
-        prompt token, None for the first one. `cached_tokens`: number of prompt tokens that were
-        computed earlier, or None if not reported. `has_ended`: True if the engine found the end of
-        the text. `has_lost`: True if some tokens are missing.
+    `chances`: log probabilities for each token, if they were requested. `prompt_chances`: the same
+        for each prompt token, with None for the first one. `cached_tokens`: number of prompt tokens
+        that had been computed earlier, or None if not reported. `has_ended`: True if the engine
+        reached the end of the text. `has_lost`: True if some tokens are missing.
     """
 
     tokens: Sequence[int] = ()
@@ -103,7 +103,7 @@ class Reply:
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
 
-    Requests contain only token IDs, and specify every sampling field, because the defaults are not
+    Requests contain only token IDs, and set every sampling field, because the defaults are not
     neutral.
     """
 
@@ -147,7 +147,7 @@ class EngineDialect(ABC):
 
         Raises:
             ConnectionError: the stream ended before the text did.
-            PenstockError: there is no reply.
+            PenstockError: there was no reply.
         """
 
 

@@ -1,10 +1,10 @@
-"""HTTP over an engine's Unix socket, whose streams are read together, once per step.
+"""HTTP over an engine's Unix socket, with its streams read together, once per step.
 
-An engine sends the tokens of a step one text after another, within up to 10 ms. If each text's
-token woke the event loop separately, it would cost nearly twice as much CPU. So when the first
-stream has data, the others get a moment to receive theirs, and then all of them are read together.
-An epoll object contains the streams' sockets, because it has to be watched only until the first of
-them is readable.
+An engine sends a step's tokens one text after another, within up to 10 ms. If each text's token
+woke the event loop separately, it would cost nearly twice as much CPU. So when the first stream has
+data, the others get a moment to receive theirs, and then all of them are read at once. An epoll
+object holds the streams' sockets, because it has to be watched only until the first of them is
+readable.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import httptools
 import msgspec
 
 GATHER_S, MAX_GATHER_S = 0.0006, 0.01
-"""How long to wait for each stream's data after the first stream's data arrives, and the maximum
-for all streams.
+"""How long to wait per stream for its data after the first stream's data arrives, and the maximum
+wait for all streams.
 
 A single stream does not wait.
 """
@@ -122,7 +122,9 @@ class EngineResponse:
         return self._take()
 
     async def read_part(self) -> bytes:
-        """Returns the part of a stream that has arrived since the last call. Empty if it has ended.
+        """Returns the part of a stream that has arrived since the last call.
+
+        Empty if the stream has ended.
 
         Raises:
             OSError: the connection was lost before the stream's end.

@@ -3,9 +3,9 @@
 Its prompt is read in parts, so that no other text waits for more than one part, and so that a
 caller who disconnects costs no more than one part. The text is then generated as a stream.
 
-Some texts are written in pieces instead, with a separate request for each: texts that the engine
-can't stream exactly, and the rest of any JSON in which its grammar did not enforce the schema. In
-these texts, each token is chosen from the tokens that the schema allows.
+Some texts are written in pieces instead, with a separate request for each piece: texts that the
+engine can't stream exactly, and the rest of any JSON text in which the engine's grammar did not
+enforce the schema. In these texts, each token is chosen from the tokens that the schema allows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineGeneration:
         self._must_echo = item.is_echoed and item.logprobs >= 0
         """True until the engine has reported the prompt's log probabilities."""
         self._has_lost = False
-        """True if a stream has omitted tokens that can't be reconstructed, or violated the schema.
+        """True if a stream omitted tokens that can't be reconstructed, or violated the schema.
         """
         self.is_waiting = True
         """True while the text waits for a slot, or for its turn to have its prompt read."""
@@ -62,15 +62,15 @@ class EngineGeneration:
         return [*self._prompt, *self.writing.ids]
 
     def share_prompt(self) -> None:
-        """Counts its prompt as cached, because another text with the same owner continues from it.
+        """Counts the prompt as cached, because another text with the same owner continues from it.
 
-        A different slot reads it again, at no charge.
+        A different slot reads the prompt again, at no charge.
         """
         if self._cached_tokens is None:
             self._cached_tokens = self.prompt_tokens - 1
 
     def chunk(self) -> TokenChunk | None:
-        """Returns the text generated since the last call. None if there is none."""
+        """Returns the text generated since the last call. None if there is no new text."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -89,7 +89,7 @@ class EngineGeneration:
         part_tokens: int,
         on_work: OnWork,
     ) -> None:
-        """Reads the prompt and generates the text. Stops if it is canceled.
+        """Reads the prompt and generates the text. Stops if the call is canceled.
 
         Args:
             post: sends a request to the engine.
@@ -198,7 +198,7 @@ class EngineGeneration:
     def _take_all(self, replies: Sequence[Reply]) -> bool:
         """Processes replies up to the one that ends the text or its stream, if there is one.
 
-        Returns whether there was one.
+        Returns whether such a reply was found.
         """
         for reply in replies:
             self._take(reply)

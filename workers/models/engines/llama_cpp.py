@@ -1,8 +1,8 @@
 """llama.cpp's requests and replies (tools/server/README.md in its repository, `POST /completion`).
 
 Every field is sent, because the defaults would change the request (`top_k` 40, `min_p` 0.05,
-temperature last). Requests contain only token IDs, because llama.cpp's own templates, and plain
-text, would turn `<|im_end|>` in a caller's message into a control token.
+temperature last). Requests contain only token IDs, because llama.cpp's own templates and plain text
+would turn `<|im_end|>` in a caller's message into a control token.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _FIELDS = (
     *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
     "completion_probabilities",
 )
-"""The fields to include in a whole reply and in a stream's last event, which would otherwise also
-contain the prompt.
+"""The fields to include in a complete reply and in a stream's last event, which would otherwise
+also contain the prompt.
 """
 _SEEDS = 2**32 - 1
 """The largest 32-bit value means a random seed."""
@@ -63,7 +63,7 @@ _FULL = "Context size has been exceeded"
 _SPACES = {"whitespace_pattern": WHITESPACE}
 _ALLOWED_BIAS = 1000.0
 """Added to the logits of all allowed tokens, if there are only a few of them. This way, no other
-token is chosen, and their relative probabilities stay the same (to within 1e-4).
+token is chosen, and the allowed tokens' relative probabilities stay the same (to within 1e-4).
 """
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
@@ -87,7 +87,7 @@ class LlamaCpp(EngineDialect):
         """Returns whether all tokens and log probabilities are preserved.
 
         A stream omits the log probabilities of tokens that end in the middle of a character.
-        Penalties also count the prompt. A grammar always starts from the beginning.
+        Penalties also apply to tokens in the prompt. A grammar always starts at its beginning.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         is_begun = bool(item.json_schema) and has_written
@@ -124,7 +124,7 @@ class LlamaCpp(EngineDialect):
         """Adds the tokens that a stream has omitted, if they can be reconstructed.
 
         A stream omits all of a character's tokens except the last one. They are reconstructed from
-        the text, if the model generated it the way its tokenizer would split it.
+        the text, provided that the model generated it the way its tokenizer would split it.
 
         Args:
             count: number of earlier tokens.
@@ -188,8 +188,8 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
         ConfigurationError: the folder has no GGUF file.
     """
     slots = entry.batch.max_items
-    # With separate caches, a token attends only to its own text. In a shared cache, it attends to
-    # all texts' tokens, which yields 17 tokens/s instead of 26 for 16 texts.
+    # With separate caches, a token attends only to the text it belongs to. In a shared cache, it
+    # attends to all texts' tokens, which yields 17 tokens/s instead of 26 for 16 texts.
     context_tokens = -(-entry.generation.context_tokens // _CACHE_STEP) * _CACHE_STEP
     shares_cache = slots * entry.generation.context_tokens > entry.budget
     return {
@@ -230,7 +230,7 @@ def request_of(
     item: PreparedPrompt, request: EngineRequest, *, streams: bool = False
 ) -> dict[str, Any]:
     """Returns a request's body. Only a stream follows the item's schema."""
-    # The same random numbers are not reused after earlier tokens.
+    # The random numbers used for earlier tokens are not reused.
     seed = np.random.SeedSequence((item.seed % 2**64, len(request.ids))).generate_state(1)[0]
     return {
         **_NEUTRAL,

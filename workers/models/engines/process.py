@@ -31,7 +31,7 @@ Custom classes see a private folder at that path instead (workers/models/custom/
 SPINS = "1000"
 """How many times a thread polls for the other threads in its step before it goes to sleep. By
 default, it polls for as long as the system lets it run. While other programs were also using the
-cores, this made a token take 8 s instead of 0.04 s.
+cores, polling made a token take 8 s instead of 0.04 s.
 """
 END_LIMIT_S = 5.0
 LAST_LINES_LIMIT_S = 1.0
@@ -160,7 +160,7 @@ class EngineProcess:
     def post(self) -> Post:
         """Sends a request.
 
-        Exiting the context before the response is complete stops its computation.
+        Exiting the context before the response is complete stops the response's computation.
         """
         assert self._http is not None, "it is ready; this is a bug"
         return self._http.post
@@ -169,7 +169,7 @@ class EngineProcess:
         """Returns the maximum tokens per text, including its prompt, as reported by the server.
 
         Raises:
-            ModelFailed: the server does not report the number.
+            ModelFailed: the server does not report this maximum.
         """
         assert self._http is not None, "it is ready; this is a bug"
         try:
@@ -218,7 +218,7 @@ class EngineProcess:
 class _Output:
     """A pipe for the output of a process and its children.
 
-    The pipe that asyncio creates stays open as long as a child has it open, and `wait` waits for
+    The pipe that asyncio creates stays open as long as a child holds it open, and `wait` waits for
     that child.
     """
 
@@ -234,7 +234,7 @@ class _Output:
         )
 
     def close_write_end(self) -> None:
-        """Leaves the pipe to the processes that inherited it."""
+        """Leaves the pipe's write end to the processes that inherited it."""
         if self.write_end >= 0:
             os.close(self.write_end)
             self.write_end = -1

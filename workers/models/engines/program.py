@@ -1,9 +1,9 @@
-"""The program in an engine's process: a server on a Unix socket, llama.cpp's or a command.
+"""The program in an engine's process: a server on a Unix socket, llama.cpp's or a command's.
 
 It imports none of our code. The first line of its standard input is a JSON object
-(`Launch.settings` in workers/models/engines/dialect.py), because other processes could read its
-arguments and environment. A command still gets its options as arguments and its key in a variable,
-because it doesn't support any other way.
+(`Launch.settings` in workers/models/engines/dialect.py) because other processes could read its
+arguments and environment. A command still gets its options as arguments and its key in an
+environment variable, because it doesn't support any other way.
 
 If its standard input closes, its parent has exited. It then stops the server, removes the socket's
 folder, and kills its whole process group.
@@ -126,17 +126,20 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
 
 
 def _end_with_parent(path: str, end: Callable[[], None]) -> threading.Event:
-    """Starts a thread that waits for the parent to exit. Returns an event that is then set."""
+    """Starts a thread that waits for the parent to exit.
+
+    Returns an event that is set when the parent exits.
+    """
     is_ending = threading.Event()
 
     def wait() -> None:
-        # Not sys.stdin, whose lock the interpreter needs when it exits.
+        # Not sys.stdin, because the interpreter needs its lock in order to exit.
         while os.read(0, 4096):
             pass
         is_ending.set()
         end()
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-        # Its whole group is killed too, including a server's processes.
+        # The process's whole group is killed too, including a server's processes.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -1,8 +1,9 @@
-"""An engine's slots, and the turns of owners whose prompts are read in parts.
+"""An engine's slots, and the turns that owners take to have their prompts read in parts.
 
-An engine keeps the keys and values of the last text in each slot. A generation gets its owner's
-free slot whose text has the longest common prefix. A slot last used by a different owner starts
-empty, because otherwise the time that a prompt takes would reveal other owners' prompts.
+An engine keeps the keys and values of the most recent text in each slot. A generation gets its
+owner's free slot whose text shares the longest prefix with it. A slot last used by a different
+owner starts empty, because otherwise the time that a prompt takes would reveal other owners'
+prompts.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EngineSlot:
-    """A slot. `ids`: tokens whose keys and values the slot may have.
+    """A slot. `ids`: tokens whose keys and values the slot may contain.
 
-    `owner`: None if not used yet.
+    `owner`: None if the slot has not been used yet.
     """
 
     number: int
@@ -95,10 +96,10 @@ class ReadingPermits:
         self._reading = 0
         self._waiting: list[ReadingPermit] = []
         self._last: dict[str, int] = {}
-        """When each owner's prompt was last read, counted in parts."""
+        """When each owner's prompt was last read, as a count of parts."""
 
     async def begin(self, owner: str, tokens: int) -> ReadingPermit:
-        """Waits until this many of an owner's tokens may be read, at most `max_tokens`."""
+        """Waits until this many of an owner's tokens, capped at `max_tokens`, may be read."""
         permit = ReadingPermit(self, owner, min(tokens, self._max_tokens))
         self._waiting.append(permit)
         self._admit()
@@ -110,7 +111,7 @@ class ReadingPermits:
         return permit
 
     def end(self, permit: ReadingPermit) -> None:
-        """Records that a part was read, or won't be read."""
+        """Records that a part has been read or won't be read."""
         if permit in self._waiting:
             self._waiting.remove(permit)
         else:

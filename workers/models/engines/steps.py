@@ -21,8 +21,8 @@ from workers.models.step_shares import StepRoom, StepShares
 CHUNKS_EVERY_S = 0.05
 """Interval between chunks, so that a text's readers get at most 20 events per second."""
 GATHER_S = 0.02
-"""Maximum wait after a first token for the step's other texts, whose tokens go into the same
-message.
+"""Maximum time to wait after a first token for the step's other texts, whose tokens go into the
+same message.
 """
 SPARE_EVERY_S = 0.5
 
@@ -55,7 +55,7 @@ class Engine:
         self.loaded_at_s = time.time()
 
     async def compute(self, generation: EngineGeneration, run: EngineSteps) -> None:
-        """Reads and generates one text, once a slot is free."""
+        """Reads the prompt of one text and generates the text, once a slot is free."""
         async with self.places:
             await generation.compute(
                 self.dialect,
@@ -72,7 +72,7 @@ class EngineSteps:
 
     Args:
         room: room for the model in this process.
-        memory_bytes: the engine's resident memory.
+        memory_bytes: the engine's memory, reported with each item.
         on_message: called with the items' results, but never during a call to one of these methods.
     """
 
@@ -159,7 +159,7 @@ class EngineSteps:
             raise ModelFailed(f"a text model can't process {type(item).__name__}")
         if self._engine.shares_with_all:
             item.owner = "*"
-        # A request's additional choices cost what they would if they shared the prompt's slot.
+        # A request's additional choices cost the same as if they shared the prompt's slot.
         is_read = any(
             running.item.owner == item.owner and running.item.ids == item.ids
             for running in self._items.values()
@@ -249,7 +249,7 @@ class EngineSteps:
             self._report_spare()
 
     def _is_step_whole(self) -> bool:
-        """Returns whether the step has computed every text that the engine is computing."""
+        """Returns whether the step has computed every text in progress."""
         return all(
             slot in self._step or generation.is_waiting for slot, generation in self._items.items()
         )
@@ -259,7 +259,7 @@ class EngineSteps:
         generation = self._items.get(slot)
         if task.cancelled() or generation is None:
             if not task.cancelled():
-                task.exception()  # it has since been dropped
+                task.exception()  # the item has since been dropped
             return
         error = task.exception()
         if isinstance(error, OSError):
@@ -270,7 +270,7 @@ class EngineSteps:
             return
         self._charge()
         if error is not None:
-            self._report_chunks()  # a result includes them, but a failure does not
+            self._report_chunks()  # a result includes the chunks, but a failure does not
             if not isinstance(error, Exception):
                 raise error
         del self._items[slot]

@@ -4,7 +4,7 @@ vLLM's dependencies conflict with ours, so its command runs in a separate enviro
 was written for version 0.32.
 
 Prompts are token IDs, and so are all replies. A stream reports the number of cached tokens only at
-its end, which a stopped text never reaches, so a separate complete reply reports it first.
+its end, which a stopped text never reaches, so a separate, non-streamed reply reports it first.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ engine.
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NEUTRAL = {"n": 1, "stop": [], "min_tokens": 0, "ignore_eos": True, "return_token_ids": True}
 _SPACES = {"whitespace_flexible": False}
-"""No whitespace between parts of the JSON, because vLLM's llguidance (below 1.8) allows more than
-WHITESPACE.
+"""Allows no whitespace between parts of the JSON, because vLLM's llguidance (below 1.8) allows more
+than WHITESPACE.
 """
 _MIN_TOP_P = 1e-6
 """Minimum `top_p`, because vLLM rejects 0."""
 _TOKEN_PREFIX = "token_id:"
 _DEAD = "EngineCore encountered an issue"
 _ENDING = "abort"
-"""The finish reason of a text that ended because the server is shutting down. Nothing else aborts
+"""The finish reason for a text that ended because the server is shutting down. Nothing else aborts
 texts.
 """
 _SAFE_LINES = re.compile(
@@ -110,9 +110,9 @@ class Vllm(EngineDialect):
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether the grammar and penalties cover the whole text.
+        """Returns whether the grammar and penalties apply to the whole text.
 
-        Tokens generated earlier are part of the prompt, which both ignore.
+        Tokens generated earlier are part of the prompt, which the grammar and penalties ignore.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         return not has_written or not (item.json_schema or penalizes)
@@ -160,7 +160,7 @@ class Vllm(EngineDialect):
             raise ConnectionError(CUT)
 
     def _request_of(self, item: PreparedPrompt, request: EngineRequest) -> dict[str, Any]:
-        # The same random numbers are not reused after earlier tokens.
+        # The random numbers used for earlier tokens are not reused.
         seed = np.random.SeedSequence((item.seed % 2**64, len(request.ids))).generate_state(1)[0]
         bias = item.logit_bias if request.bias is None else request.bias
         allowed = None if request.allowed is None else np.flatnonzero(request.allowed).tolist()
@@ -211,7 +211,7 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
 
 
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Returns options with the size of the keys and values in fp32, which is the maximum.
+    """Returns options with the size of the keys and values in fp32, the maximum.
 
     Otherwise, vLLM requires a share of the whole machine to be free.
     """
@@ -231,10 +231,10 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def _visible_gpu(device: str) -> dict[str, str]:
-    """Returns the variable that makes a server see only its own GPU.
+    """Returns the environment variable that makes a server see only its own GPU.
 
     Args:
-        device: `cuda`, or `cuda:N`. N counts only the GPUs that the worker sees.
+        device: `cuda`, or `cuda:N`. N refers only to GPUs that the worker can see.
     """
     number = int(device.partition(":")[2] or 0)
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -242,7 +242,7 @@ def _visible_gpu(device: str) -> dict[str, str]:
 
 
 def count_blocks(entry: Model) -> int:
-    """Returns the number of key and value blocks: enough for the budget, plus one per text."""
+    """Returns the number of key and value blocks: enough for the budget, plus one for each text."""
     items = min(entry.batch.max_items, entry.budget)
     return -(-entry.budget // BLOCK_TOKENS) + items + 1
 
@@ -297,7 +297,8 @@ def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
     """Decodes a response, or an event's data.
 
     Args:
-        schema_field: the field of the JSON schema whose grammar was sent. Empty if none was sent.
+        schema_field: name of the field with the JSON schema whose grammar was sent. Empty if none
+            was sent.
 
     Raises:
         ConnectionError: the engine is about to exit.
@@ -345,10 +346,10 @@ def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
 
 
 def _rows_of(logprobs: _Logprobs) -> list[Chances | None]:
-    """Returns each token's log probabilities. None for an echoed prompt's first token.
+    """Returns each token's log probabilities. None for the first token of an echoed prompt.
 
     Raises:
-        ModelFailed: they are not numbers, which JSON represents as null.
+        ModelFailed: the log probabilities are not numbers, which JSON represents as null.
     """
     rows: list[Chances | None] = []
     for name, chance, top in zip(

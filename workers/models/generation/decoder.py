@@ -1,13 +1,14 @@
 """A transformers decoder on a device, with the keys and values of several generations.
 
-On a CPU, linear layers may have 4-bit weights, in groups that each have one scale and one offset.
-The speed of a single text is limited by how fast weights are read from memory, so reading only a
-third as many bytes as in bf16 pays off. Many concurrent generations share each read of the weights,
-so they are faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups with one scale and one offset each. The
+speed of a single text is limited by how fast weights are read from memory, so it pays to read only
+a third as many bytes as in bf16. Many concurrent generations share each read of the weights, so
+they are faster in bf16.
 
-The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that scales
-are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings.
-The output layer gets 8 bits, with one scale per row, because its errors are errors in the logits.
+The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that the
+scales are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do
+embeddings. The output layer gets 8-bit weights, with one scale per row, because its errors are
+errors in the logits.
 
 On a CPU, a Llama's forward pass uses few operators. A small operator takes at least a microsecond
 no matter how little it does, and transformers' own modules use about two thousand of them for one
@@ -60,7 +61,7 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.0
 """Maximum difference from the logits computed with transformers' own attention, relative to the
 largest logit.
 
-An incorrect attention implementation produces completely different numbers.
+An incorrect attention implementation produces completely different logits.
 """
 _INT4 = "int4"
 
@@ -102,7 +103,8 @@ class _Part(torch.nn.Module):
 
     def __init__(self, owner: torch.nn.Module, outputs: slice) -> None:
         super().__init__()
-        # The joint layer may be replaced by a rounded one. A tuple hides the module from torch.
+        # The joint layer may have been replaced by a quantized one. Wrapping the module in a tuple
+        # hides it from torch.
         self._owner = (owner,)
         self._outputs = outputs
 
@@ -128,14 +130,14 @@ class LlamaPass:
     def __call__(
         self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
-        """Adds tokens [rows, tokens] to the generations in a pass.
+        """Adds tokens [rows, tokens] to the generations in one pass.
 
-        Returns the logits after each one's last `logit_count` tokens, or None if that is 0.
+        Returns the logits after each generation's last `logit_count` tokens, or None if that is 0.
         """
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
         half = cos.shape[-1] // 2
-        # The sines include the signs, so all that remains is a rotation by half a head.
+        # The sines already include the signs, so all that remains is a rotation by half a head.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         turns = cos[:, :, None], sin[:, :, None], half
         for layer in self._layers:
@@ -157,7 +159,7 @@ class _Norm:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.numel() > self._width:
             return rms_norm(hidden, self._shape, self._weight, self._epsilon)
-        # For a single token, computing the square root as a Python number avoids five of eight
+        # For a single token, computing the square root as a Python number saves five of eight
         # operators.
         length = vector_norm(hidden, dtype=torch.float32).item()
         scale = (length * length / self._width + self._epsilon) ** -0.5
@@ -182,7 +184,7 @@ class _Layer:
         turns: tuple[torch.Tensor, torch.Tensor, int],
         slots: SlotCache,
     ) -> torch.Tensor:
-        """Returns `hidden` [rows, tokens, width] plus its attention over the generations so far."""
+        """Returns `hidden` [rows, tokens, width] plus the attention over the generations so far."""
         rows, tokens, _ = hidden.shape
         cos, sin, half = turns
         attention = self._attention
@@ -291,7 +293,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
     """Returns the data type for activations, keys and values.
 
     Args:
-        precision: precision from the catalog entry, including `auto`.
+        precision: the catalog entry's precision, which may be `auto`.
         device_type: `cpu` or `cuda`.
 
     Raises:
@@ -329,8 +331,7 @@ class Decoder:
         """Loads the weights, and compares a first pass with transformers' own result.
 
         Raises:
-            ConfigurationError: the folder does not contain such a model, or its results are
-                different.
+            ConfigurationError: the folder does not contain such a model, or the results differ.
             OutOfMemory: the device has too little memory.
         """
         self._device, self.device_name = self._wanted.open()
@@ -386,10 +387,11 @@ class Decoder:
 
         Args:
             ids: the tokens.
-            right: the logits after the last token, computed with transformers' own attention.
+            right: the correct logits after the last token, computed with transformers' own
+                attention.
 
         Raises:
-            ConfigurationError: the logits are different.
+            ConfigurationError: the logits differ.
         """
         self.slots = SlotCache(2, len(ids))
         part = ids[:-1]
@@ -408,7 +410,7 @@ class Decoder:
             )
 
     def read(self, row: int, start: int, ids: np.ndarray, *, ends: bool = True) -> Row | None:
-        """Adds prompt tokens to a row that has `start` tokens.
+        """Adds prompt tokens to a row that already has `start` tokens.
 
         Returns:
             The logits after the last token, float32 [vocabulary]. None unless `ends`.
@@ -423,7 +425,7 @@ class Decoder:
         return None if logits is None else logits[0, 0]
 
     def read_all(self, row: int, start: int, ids: np.ndarray) -> Any:
-        """Adds tokens to a row that has `start` tokens.
+        """Adds tokens to a row that already has `start` tokens.
 
         Returns:
             The logits after each token, float32 [tokens, vocabulary].
@@ -437,7 +439,7 @@ class Decoder:
         return self._forward(tensor, reading, logit_count=len(ids))[0]
 
     def decode(self, tokens: np.ndarray, lengths: np.ndarray) -> Any:
-        """Adds one token to each of the first rows, which have `lengths` tokens.
+        """Adds one token to each of the first rows, which already have `lengths` tokens.
 
         Returns:
             Logits, float32 [rows, vocabulary].

@@ -4,7 +4,8 @@ For torch, its weights are converted to floats. Their precision doesn't change, 
 lost in quantization can't be recovered. An engine reads the file itself, so the engine's folder has
 a link to the file, the tokenizer, and the chat template.
 
-`python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` does so manually.
+`python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` converts a file
+manually.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _make_folder(path: Path, cache_dir: Path, form: str) -> Path:
     """Returns a GGUF file's folder in one of the two forms.
 
     A folder under its final name is complete, because it is created under a different name and then
-    renamed. A killed process's leftovers are removed by the next process.
+    renamed. Anything a killed process leaves behind is removed by the next process.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -120,8 +121,8 @@ def _remove_abandoned(parent: Path) -> None:
 def _convert_apart(path: Path, folder: Path, form: str) -> None:
     """Converts a file in a separate process, because the I/O process never imports torch.
 
-    That process exits along with this one, even if this one is killed, because its standard input
-    is then closed.
+    That process exits when this one does, even if this one is killed, because its standard input is
+    then closed.
     """
     words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder), form]
     root = Path(__file__).resolve().parents[3]
@@ -147,7 +148,7 @@ def _convert_apart(path: Path, folder: Path, form: str) -> None:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Writes a GGUF file's model to `folder`: float32 weights, tokenizer, template."""
+    """Writes a GGUF file's model to `folder`: float32 weights, tokenizer, and template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -187,7 +188,7 @@ def describe(path: Path, folder: Path) -> None:
 
 def _end_with_parent(folder: Path) -> None:
     """Waits until standard input closes. Then removes the folder, and exits this process."""
-    # Not sys.stdin, whose lock the interpreter needs when it exits.
+    # Not sys.stdin, because the interpreter needs its lock in order to exit.
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,18 +2,18 @@
 
 A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and
 generates one token for each text whose prompt has been read. A long prompt therefore delays the
-others by only one part at a time. A step that generates a text's first token ends there, so that
-the token can be sent immediately. The others continue in the next step.
+other texts by only one part at a time. A step that generates a text's first token ends there, so
+that the token can be sent immediately. The others continue in the next step.
 
 If only one text is being generated, it may get several tokens in a step, all but the first of them
-guessed (`generation.lookup_tokens`). If there were others, each guessed token would take time away
-from them.
+guessed (`generation.lookup_tokens`). If there were other texts, each guessed token would take time
+away from them.
 
 The prefill order is round-robin across tenants.
 
 Guesses are prompt-lookup speculative decoding: a generation is expected to continue the way its
-prompt or its own output did earlier, after the same words. The model checks a guess in one pass,
-and drops tokens that it would not have generated. The text is therefore unaffected, and a
+prompt or its own output did earlier, after the same words. The model checks a guess in one pass and
+drops any tokens that it would not have generated. The text is therefore unaffected, and a
 generation that quotes earlier text takes fewer passes. Saxena, Prompt lookup decoding, 2023,
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
@@ -43,7 +43,9 @@ time.
 """
 _FIRST_GUESS_TOKENS = 4
 _ECHO_TOKENS = 32
-"""Number of prompt tokens with log probabilities per pass. Each takes 0.2 to 1 MB of logits."""
+"""Number of prompt tokens per pass that get log probabilities. Each token takes 0.2 to 1 MB of
+logits.
+"""
 
 
 class PromptLookup:
@@ -53,13 +55,13 @@ class PromptLookup:
         self._longest = max_tokens
         self._now = min(_FIRST_GUESS_TOKENS, max_tokens)
         self._next: dict[tuple[int, ...], int] = {}
-        """The position from which the generation last continued after these tokens."""
+        """The position where the generation last continued after these tokens."""
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
         """Returns up to `room` tokens that are likely to follow `ids`.
 
-        Empty if the end of `ids` has not occurred before.
+        Empty if the tokens at the end of `ids` have not occurred before.
 
         Args:
             ids: all of the generation's tokens so far, starting with those from the previous call.
@@ -81,15 +83,15 @@ class PromptLookup:
 
 
 class PrefillOrder:
-    """Owners take turns reading parts of their prompts. Each owner's prompts are read in order.
+    """Owners take turns reading parts of their prompts. Each owner's own prompts are read in order.
 
     If prompts were read strictly in order of arrival, a short prompt would wait for all of another
-    owner's long ones.
+    owner's long prompts.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
-        """When each owner's prompt was last read, counted in parts."""
+        """When each owner's prompt was last read, as a count of parts."""
 
     def order(self, owners: Sequence[str]) -> list[int]:
         """Returns indices of `owners` in round-robin order."""
@@ -133,7 +135,7 @@ class _Generation:
 
     @property
     def is_read_in_part(self) -> bool:
-        """True if more of its prompt remains to be read."""
+        """True if there is more of its prompt to read."""
         return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
     @property
@@ -220,7 +222,7 @@ class GenerationModel:
         self._generations[slot] = generation
 
     def _give_row(self, generation: _Generation) -> None:
-        """Assigns a row, preferably one with the generation's first tokens."""
+        """Assigns a row, preferably one that already has the generation's first tokens."""
         owner = "*" if self._shares_with_all else generation.item.owner
         # Shared tokens are not computed, so they have no log probabilities.
         known = [] if generation.echoes_logprobs else generation.ids[:-1]
@@ -230,11 +232,11 @@ class GenerationModel:
         self._rows.take(row, generation.ids[:shared], owner)
         generation.row = row
         generation.cached_tokens = min(shared, generation.prompt_tokens)
-        if generation.item.written_ids:  # its own row may remain from an earlier run
+        if generation.item.written_ids:  # the generation's own row may remain from an earlier run
             generation.cached_tokens = generation.item.written_cached_tokens
 
     def step(self) -> StepEnd:
-        """Reads part of the prompts, and generates a token for each text whose prompt is complete.
+        """Reads parts of the prompts, and generates a token for each text whose prompt is complete.
 
         Raises:
             Exception: the model failed. All admitted generations are dropped.
@@ -292,7 +294,7 @@ class GenerationModel:
     ) -> Any:
         """Reads part of a prompt.
 
-        Returns the logits after that part if the prompt ends there, and otherwise None.
+        Returns the logits after that part if the prompt ends there, or None otherwise.
         """
         assert generation.row is not None, "this is a bug"
         if not generation.echoes_logprobs:
@@ -337,9 +339,9 @@ class GenerationModel:
             self._add_token(generation, row, end)
 
     def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
-        """Generates tokens as long as they match the guess, plus one more.
+        """Generates tokens for as long as they match the guess, plus one more.
 
-        Returns False if the guess produces numbers that aren't finite. The generation may still
+        Returns False if the guess results in numbers that aren't finite. The generation may still
         continue without a guess.
         """
         assert generation.row is not None, "this is a bug"
@@ -370,7 +372,8 @@ class GenerationModel:
         try:
             generation.ids.append(generation.writing.write(logits))
         except PenstockError as error:
-            # Its values may be NaN, which would corrupt the next generation that gets the row.
+            # The row's values may be NaN, which would corrupt the next generation that gets the
+            # row.
             self._forget(generation)
             self._leave(generation.slot)
             end.results[generation.slot] = error

@@ -1,13 +1,13 @@
-"""Callers' JSON schemas: parts that constrain tokens, and parts that need the whole text.
+"""Callers' JSON schemas: the parts that constrain tokens, and the parts that need the whole text.
 
-A grammar works token by token, so it follows most of a schema, but it can't ensure, for example,
-that a list's items are unique, or that exactly one of several forms matches. Such schemas are
+A grammar works token by token, so it enforces most of a schema, but it can't ensure, for example,
+that a list's items are unique or that exactly one of several forms matches. Such schemas are
 accepted anyway. The rest of the schema is checked once the text is complete, and a text that
 violates it fails.
 
 A schema's size is limited, because every text in a batch pays for it at each token. The amount of
-checking is limited too, because it also delays the other texts. If parts of a schema refer to other
-parts twice, level after level, checking even a small schema could take more than a day.
+checking is also limited, because checking delays the other texts too. If parts of a schema refer to
+other parts twice, level after level, checking even a small schema could take more than a day.
 """
 
 from __future__ import annotations
@@ -28,32 +28,34 @@ from workers.models.generation.vocabulary import Vocabulary
 MAX_BYTES = 32 * 1024
 """The maximum size of the schema as JSON. A schema of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
-"""The maximum length of a constant, a pattern or a name as written in JSON, where a control
-character counts as six. At this length, each token takes 2 ms; at a length of 60,000, it takes 35
-ms.
+"""The maximum length of a constant, a pattern, or a name as written in JSON, where a control
+character counts as six characters. At this length, each token takes 2 ms; at a length of 60,000, it
+takes 35 ms.
 """
 MAX_DEPTH = 100
 """Maximum nesting depth of objects and lists in a schema. The matcher supports 124."""
 MAX_MULTIPLES = 20_000
 """The maximum sum of all `multipleOf` values, ignoring decimal points and trailing zeros. A grammar
 has a state for each remainder, so its time and memory are proportional to the sum: a sum of this
-size takes 0.3 s, and one of a million takes 28 s.
+size takes 0.3 s, and a sum of one million takes 28 s.
 """
 MAX_EVALUATIONS = 100_000
 """Maximum evaluations of a schema's parts for one text, which take about 0.1 s."""
 MAX_EXPLAINED = 5_000
-"""Maximum number of evaluations for which a reason is determined. Finding the reason takes far
-longer than the check itself.
+"""Maximum number of evaluations up to which the reason for a failure is determined. Finding the
+reason takes far longer than the check itself.
 """
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 _GRAMMAR_OPTIONS = "x-guidance"
-"""The field that llguidance reads its options from. In a caller's schema, it has no effect."""
+"""The field from which llguidance reads its options. In a caller's schema, this field has no
+effect.
+"""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _CALL = {"whitespace_pattern": " ?"}
-"""No one reads a tool call's JSON, so it doesn't need line breaks, which a model can get stuck in.
+"""No one reads a tool call's JSON, so it doesn't need line breaks, which a model can get stuck on.
 """
 
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
@@ -90,7 +92,7 @@ _WORDS = (
         "multipleOf: the number has too many digits; use fewer",
     ),
 )
-"""llguidance's errors, and the messages shown to callers."""
+"""llguidance's errors, each with the message shown to callers."""
 _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n.*error: (.*)", re.DOTALL)
 _WITHOUT = re.compile(r"\s*while processing .*", re.DOTALL)
 
@@ -99,14 +101,14 @@ def check_size(json_schema: str) -> None:
     """Checks a schema's size before doing anything else with it.
 
     Raises:
-        ValueError: the schema, or a string or number in it, is too large or too deep, or the schema
-            isn't JSON.
+        ValueError: the schema, or a string or number in it, is too large or too deeply nested, or
+            the schema isn't JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
         raise ValueError(f"must be at most {MAX_BYTES} bytes, got {size_bytes}")
-    # Done before parsing, because how deep Python's parser can go depends on the version and the
-    # stack.
+    # Done before parsing, because how deep Python's parser can go depends on its version and the
+    # stack size.
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
         raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep, got {depth}")
@@ -151,8 +153,8 @@ def _find_matched_texts(schema: Any) -> Iterator[str]:
 class GrammarSchema(NamedTuple):
     """A schema in the form that the model follows.
 
-    `followed` is the grammar's schema, as JSON. `checked` is the schema against which the complete
-    text is checked. It is empty if the grammar follows the entire schema.
+    `followed` is the schema of the grammar, as JSON. `checked` is the schema against which the
+    complete text is checked. It is empty if the grammar follows the entire schema.
     """
 
     followed: str
@@ -188,8 +190,8 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         vocabulary.matcher(lenient)
     except ValueError as error:
         raise ValueError(_in_words(str(error))) from error
-    # Each part is evaluated at least once for any text. The text's own parts may multiply that
-    # number.
+    # Each part is evaluated at least once, whatever the text. The text's own parts may multiply
+    # that number.
     evaluations = _Evaluations(json.loads(plain))
     if any(evaluations.of(part, None) > MAX_EVALUATIONS for part in evaluations.schemas):
         raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")
@@ -201,7 +203,7 @@ def _check_multiples(schema: Any) -> None:
     """Checks the divisors in `multipleOf`.
 
     Raises:
-        ValueError: they are too large.
+        ValueError: the divisors are too large.
     """
     schemas = list(_walk_schemas(schema))
     multiples = [part.get("multipleOf") for part in schemas]
@@ -252,7 +254,7 @@ def why_not_matched(text: str, schema: str) -> str:
 
 
 class _Part(NamedTuple):
-    """A part of a schema that a value is checked against, and how many times."""
+    """A part of a schema that a value is checked against, and how many times it is checked."""
 
     schema: Mapping[str, Any]
     value: Any
@@ -266,14 +268,14 @@ class _Part(NamedTuple):
 class _Evaluations:
     """Limits how many evaluations of a schema's parts it takes to check a value against the schema.
 
-    This assumes that no part is skipped and that a reference refers to everything it might refer
+    This assumes that no part is skipped and that a reference refers to everything it could refer
     to, so the count is never too low. Each part counts once for every path to it, but is visited
     only once for each value.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schemas = list(_walk_schemas(schema))
-        """All of the schema's parts that may themselves be schemas."""
+        """All parts of the schema that may themselves be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named_schemas: dict[str, list[Mapping[str, Any]]] = {}
         for part in self.schemas:
@@ -286,7 +288,7 @@ class _Evaluations:
         """
 
     def of(self, schema: Mapping[str, Any], value: Any) -> int:
-        """Returns the evaluations for a value.
+        """Returns the number of evaluations for a value.
 
         If the result exceeds MAX_EVALUATIONS, counting stopped there.
         """
@@ -314,7 +316,7 @@ class _Evaluations:
 
     def _parts(self, part: _Part) -> Iterator[_Part]:
         schema, value, _ = part
-        # Properties and items for "unevaluated" keywords are found by a separate evaluation.
+        # For "unevaluated" keywords, properties and items are found by a separate evaluation.
         times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
         same = [schema.get(keyword) for keyword in _SAME]
         for keyword in _SAME_LISTS:
@@ -364,7 +366,7 @@ def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]
 def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     properties = _as_object(schema.get("properties"))
     patterns = _as_object(schema.get("patternProperties")).values()
-    # A name is compared with every pattern, even if any value is valid.
+    # A name is compared with every pattern, even if any value would be valid.
     of_all = [pattern if isinstance(pattern, dict) else _ANYTHING for pattern in patterns]
     of_all += [part for keyword in _OF_VALUES if isinstance(part := schema.get(keyword), dict)]
     for name, inner in value.items():
@@ -396,7 +398,7 @@ def _last_name(name: str) -> str:
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """Returns the value at a JSON pointer (RFC 6901), or None if there is none."""
+    """Returns the value at a JSON pointer (RFC 6901), or None if there is no such value."""
     for escaped in pointer.split("/")[1:]:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):
@@ -408,7 +410,7 @@ def _at(schema: Any, pointer: str) -> Any:
 
 def _validator(schema: str) -> Any:
     try:
-        # Callers' patterns must not take exponential time, and with this engine they can't.
+        # Callers' patterns must not take exponential time, and with this regex engine they can't.
         return jsonschema_rs.validator_for(
             json.loads(schema),
             offline=True,

@@ -1,6 +1,6 @@
-"""Several generations' keys and values, one row each, and the attention over them.
+"""The keys and values of several generations, one row each, and attention over them.
 
-Also tracks which cache row has the keys and values of which tokens.
+Also tracks which cache row has keys and values for which tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_SHARED_TOKENS = 8
 """Copying fewer tokens than this costs more than reading them."""
 
 ATTENTION = "penstock_slots"
-"""The name of the attention below in transformers' AttentionInterface."""
+"""The name of the attention function below in transformers' AttentionInterface."""
 _STEP_TOKENS = 64
 """Attention covers the longest generation, rounded up to a multiple of this."""
 
@@ -40,7 +40,7 @@ class KvRow:
     """Only generations with the same owner may use the row's tokens. Empty if none may."""
     is_taken: bool = False
     freed: int = 0
-    """Increases each time a row is freed."""
+    """Increases each time a row becomes free."""
 
 
 class KvRows:
@@ -68,14 +68,14 @@ class KvRows:
         )
         if shared < MIN_SHARED_TOKENS:
             return oldest, None, 0
-        # A much longer row may be useful to others later, so it is copied.
+        # A much longer row may be useful to others later, so its tokens are copied instead.
         if not best.is_taken and (best is oldest or len(best.ids) <= 2 * shared):
             return best, None, shared
         target = oldest if oldest is not best else best
         return target, (None if target is best else best), shared
 
     def take(self, row: KvRow, ids: list[int], owner: str) -> None:
-        """Assigns a free row to a generation whose first tokens it has."""
+        """Assigns to a generation a free row that has its first tokens."""
         row.ids, row.owner, row.is_taken = list(ids), owner, True
 
     def free(self, row: KvRow) -> None:
@@ -84,7 +84,7 @@ class KvRows:
         row.freed = next(self._clock)
 
     def gather(self, rows: Sequence[KvRow]) -> Iterator[tuple[int, int, int]]:
-        """Moves `rows` to the front. Yields each swap: two row numbers, and a number of tokens.
+        """Moves `rows` to the front. Yields each swap: two row numbers and the number of tokens.
 
         Each swap must be carried out immediately.
         """
@@ -113,12 +113,12 @@ def _common(sequence: Sequence[int], other: Sequence[int]) -> int:
 
 
 class ForwardPass:
-    """One forward pass: the rows that get new tokens, and the tokens visible to them.
+    """One forward pass: the rows that get new tokens, and the tokens they can see.
 
     Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
 
     Args:
-        rows: the number of the first row, and of the row after the last one.
+        rows: the index of the first row, and of the row after the last one.
         starts: how many tokens each row already has, int64 [rows].
         tokens: how many tokens each row gets.
         capacity: maximum number of tokens in a row.
@@ -137,7 +137,7 @@ class ForwardPass:
         # lengths.
         padded = longest if self.is_single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
         self.length = min(padded, capacity)
-        """How many tokens of each row are visible, including the new ones and any padding."""
+        """How many tokens of each row are visible, including new tokens and any padding."""
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     @property
@@ -149,7 +149,7 @@ class ForwardPass:
         """Returns the attention mask, bool [rows, 1, tokens, length]. None if nothing is masked.
 
         Args:
-            window: how many tokens back a token can see, including itself. None means all.
+            window: how many tokens back a token can see, counting itself. None means all.
         """
         if window not in self._masks:
             self._masks[window] = self._make_mask(window)
@@ -167,7 +167,7 @@ class ForwardPass:
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """A transformers cache whose rows different generations fill to different lengths.
+    """A transformers cache whose rows are filled to various lengths by different generations.
 
     Args:
         rows: maximum number of generations.
@@ -219,12 +219,12 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _room(self, states: torch.Tensor) -> torch.Tensor:
         """Returns zeros for all rows.
 
-        Attention multiplies masked values by 0, but NaN values persist.
+        Attention multiplies masked values by 0, but NaN values stay NaN.
         """
         shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
         if states.device.type != "cpu":
             return torch.zeros(shape, dtype=states.dtype, device=states.device)
-        # The system allocates this memory only when it is written to.
+        # The operating system allocates this memory only when it is written to.
         count = int(np.prod(shape)) * states.element_size()
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
@@ -263,7 +263,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Computes one layer's attention for transformers, from [rows, heads, tokens, width].
 
-    Returns [rows, tokens, heads, width]. The mask is the one from the pass in `slots`.
+    Returns [rows, tokens, heads, width]. The mask comes from the pass in `slots`.
     """
     if options.get("s_aux") is not None or slots is None or slots.reading is None:
         raise ConfigurationError("this model's attention is not supported", field="source")
@@ -271,7 +271,7 @@ def attend(
     rows, heads, tokens, width = query.shape
     groups = heads // key.shape[1]
     if tokens == 1:
-        # A group's heads are rows in a single product, so keys are read only once.
+        # A group's heads become rows in a single product, so keys are read only once.
         query = query.reshape(rows, key.shape[1], groups, width)
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -1,4 +1,7 @@
-"""A text model's tokenizer: IDs to bytes, end-of-text tokens, grammars. Doesn't import torch."""
+"""A text model's tokenizer: token IDs to bytes, end-of-text tokens, and grammars.
+
+Doesn't import torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tokenizers import Tokenizer
 from shared.errors import ConfigurationError
 
 WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
-"""Whitespace between the parts of JSON: a line break with its indent, or up to two spaces.
+"""Whitespace between the parts of JSON: a line break with indentation, or up to two spaces.
 Otherwise, a model that repeats itself would write line break after line break until it ran out of
 tokens. A schema may specify a different pattern.
 """
@@ -101,7 +104,7 @@ class Vocabulary:
 
     @cached_property
     def plain_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer for callers' texts, which reads no control tokens."""
+        """Returns the tokenizer for callers' texts, which does not recognize control tokens."""
         tokenizer = _open_tokenizer(self.folder / "tokenizer.json")
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -118,7 +121,7 @@ class Vocabulary:
         return max(self.size, self.tokenizer.get_vocab_size())
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token's text. A control token does not have any."""
+        """Returns the bytes of a token's text. A control token has no such bytes."""
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         data: bytes = self._grammar_tokens.decode_bytes([token])
@@ -127,7 +130,7 @@ class Vocabulary:
         return b"\xff" if not data and token in self._byte_ff else data
 
     def read_shown_bytes(self, token: int) -> bytes:
-        """Returns the bytes of a token's text. A control token's text is its name."""
+        """Returns the bytes of a token's text. A control token's text is only its name."""
         return self.token_bytes(token) or self.special.get(token, "").encode()
 
     @cached_property
@@ -146,12 +149,12 @@ class Vocabulary:
 
     @cached_property
     def _byte_ff(self) -> frozenset[int]:
-        """Returns tokens for the byte 0xff, which UTF-8 never uses: byte-level, and fallback."""
+        """Returns the tokens for the byte 0xff, which UTF-8 never uses: byte-level and fallback."""
         named = (self.tokenizer.token_to_id(name) for name in ("\u00ff", "<0xFF>"))
         return frozenset(token for token in named if token is not None)
 
     def matcher(self, json_schema: str) -> LLMatcher:
-        """Returns a matcher for JSON texts with this schema. Caches the most recent ones.
+        """Returns a matcher for JSON texts with this schema. Caches the most recent matchers.
 
         Raises:
             ValueError: the schema is not valid, or has parts that are not supported.

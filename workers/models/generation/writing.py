@@ -1,10 +1,10 @@
-"""One item's output: chooses the next token from logits, and decides when the text ends.
+"""One item's output: chooses the next token from the logits, and decides when the text ends.
 
 It determines where a text stops, and how much of the text readers may see before that is known. It
-also limits the length of a number at the end of unfinished JSON.
+also limits the length of a number at the end of an incomplete JSON text.
 
 Randomness depends only on the item's seed and the token's position, so an item gets the same random
-numbers on its own, together with others, and on any worker that resumes it.
+numbers on its own, in a batch, and on any worker that resumes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_TRY = 64
 """Number of tokens to sort first when applying top_p. This is usually enough."""
 
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON doesn't have. OpenAI's API shows the same number:
+"""Replaces negative infinity, which JSON doesn't have. OpenAI's API returns the same number:
 https://platform.openai.com/docs/api-reference/chat/object
 """
 NO_NUMBERS = "the model produced invalid numbers for this text"
@@ -45,7 +45,7 @@ IDS = np.dtype("<u4")
 
 
 def uniform(seed: int, position: int) -> float:
-    """Returns the random number for an item's token at `position`, from 0 to 1 (exclusive).
+    """Returns the random number, from 0 to 1 (exclusive), for an item's token at `position`.
 
     Philox 4x64-10 with the seed as its key and the position as its counter (Salmon et al., Parallel
     random numbers: as easy as 1, 2, 3, 2011).
@@ -88,13 +88,13 @@ def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedP
 def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     """Returns the token for `position`. Disallowed tokens have logits of -inf.
 
-    top_k is applied first, then top_p to the rest, then min_p, as transformers does. (vLLM applies
-    min_p first.)
+    top_k is applied first, then top_p to the remaining tokens, then min_p, as in transformers.
+    (vLLM applies min_p first.)
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
-    # Smaller temperatures overflow. At this temperature, a difference of 1e-3 in logits already
-    # decides the choice, as with 0.
+    # Smaller temperatures overflow. At this temperature, a difference of 1e-3 in the logits already
+    # decides the choice, just as at 0.
     temperature = max(item.temperature, 1e-5)
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     tokens = _top_k(scaled, item.top_k)
@@ -113,7 +113,7 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
 
 
 def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64] | None:
-    """Returns the `top_k` most likely tokens, in order of their IDs. None means all."""
+    """Returns the `top_k` most likely tokens, ordered by ID. None means all."""
     if not 0 < top_k < len(scaled):
         return None
     return np.sort(largest(scaled, top_k))
@@ -149,7 +149,7 @@ def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int6
 
 
 def log_probabilities(logits: Row) -> Row:
-    """Returns natural logarithms of probabilities, before temperature, penalties and masks."""
+    """Returns the natural logs of the probabilities before temperature, penalties, and masks."""
     shifted = logits - logits.max()
     logprobs: Row = shifted - np.log(np.exp(shifted, dtype=np.float32).sum(dtype=np.float64))
     return logprobs
@@ -198,11 +198,11 @@ class StopFinder:
         """
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
-        # If two sequences start there, the shorter one was complete first.
+        # If two sequences start there, the shorter one was completed first.
         return min(starts, default=None)
 
     def visible(self, text: str) -> int:
-        """Returns how many characters can't be part of a stop sequence that ends later."""
+        """Returns how many characters can't be part of a stop sequence that is completed later."""
         first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
         for at in range(first, len(text)):
             tail = text[at:]
@@ -248,7 +248,7 @@ class Writing:
                 self.add(token)
         except BadInput as error:
             raise ModelFailed(error.message) from error
-        # Tokens that readers have already received from another worker.
+        # Tokens that readers already received from another worker.
         self._reported_ids = len(self.ids)
         self._reported_text = len(item.written_text)
         self._reported_logprobs = len(self._logprobs)
@@ -274,7 +274,7 @@ class Writing:
         """Processes the prompt's log probabilities.
 
         Args:
-            logits: float32 [tokens, vocabulary], one row for each token to predict.
+            logits: float32 [tokens, vocabulary], one row for each token to be predicted.
             tokens: the prompt's next tokens.
         """
         for row, token in zip(logits, tokens, strict=True):
@@ -300,8 +300,8 @@ class Writing:
         """Processes a token that an engine chose.
 
         Args:
-            chances: the log probabilities of the most likely tokens and of this one. None if not
-                requested.
+            chances: the log probabilities of the most likely tokens and of the chosen token. None
+                if not requested.
         """
         if chances is not None and token not in self._vocabulary.ends:
             self._logprobs.append(self._make_logprob(token, chances))
@@ -351,7 +351,7 @@ class Writing:
     def _without_digits(self, allowed: Row) -> Row:
         """Masks digits to end a long number.
 
-        If the number can't end yet (0.000 above 0), masks zeros.
+        If the number can't end yet (0.000 where it must be above 0), masks zeros.
         """
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
             masked: Row = np.where(unwanted, np.float32(-np.inf), allowed)
@@ -371,8 +371,8 @@ class Writing:
         """Adds a token, and checks whether the text ends with it.
 
         Raises:
-            BadInput: the schema does not allow it.
-            SchemaNotMatched: the text has ended, and does not match the schema.
+            BadInput: the schema does not allow the token.
+            SchemaNotMatched: the text has ended but does not match the schema.
         """
         self.ids.append(token)
         if self._matcher is not None and not self._matcher.consume_token(token):
@@ -414,7 +414,7 @@ class Writing:
             )
 
     def take_chunk(self) -> TokenChunk | None:
-        """Returns the new text since the last call. None if there is none."""
+        """Returns the text added since the last call. None if there is no new text."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
         if len(self.ids) == self._reported_ids and visible <= self._reported_text:
             return None
@@ -464,10 +464,10 @@ class Writing:
         return named
 
     def _name_token(self, row: Row | Mapping[int, float], token: int) -> TokenLogprob:
-        """Names a token and its log probability.
+        """Returns a token's name and its log probability.
 
         Raises:
-            ModelFailed: it is not a number.
+            ModelFailed: the log probability is not a number.
         """
         data, logprob = self._vocabulary.read_shown_bytes(token), float(row[token])
         if math.isnan(logprob):

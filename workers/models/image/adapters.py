@@ -1,7 +1,7 @@
 """Reads adapters (LoRA) for image models: safetensors files, checked before they are used.
 
-Layers may be named as in diffusers, PEFT or kohya's scripts. diffusers converts the names, as its
-`load_lora_weights` does. A layer's alpha / rank factor is folded into its second projection.
+Layers may be named as in diffusers, PEFT, or kohya's scripts. diffusers converts the names, as its
+`load_lora_weights` does. A layer's factor, alpha / rank, is folded into its second projection.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
 FIELD = "lora_weights"
 PARTS = ("unet", "text_encoder", "text_encoder_2")
-"""The pipeline parts that adapters change, named as in diffusers."""
+"""The pipeline parts that adapters change, with their diffusers names."""
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 16
-"""Maximum tensors per model layer. Two weights and an alpha are typical. diffusers' name conversion
-is quadratic, so a header full of names could take half an hour, with every step waiting for it.
+"""Maximum number of tensors per model layer. Two weights and an alpha are typical. diffusers' name
+conversion takes quadratic time, so a header full of names could take half an hour, with every step
+waiting for it.
 """
 MAX_PATTERNS = 4096
-"""Maximum alpha patterns in the PEFT settings. Each pattern is compared with every layer."""
+"""Maximum number of alpha patterns in the PEFT settings. Each pattern is compared with every layer.
+"""
 MAX_SETTINGS_CHARS = 1024 * 1024
 """Maximum length of the PEFT settings, in characters. Each pattern is copied once per layer."""
 MAX_DIMENSIONS = 8
 """Maximum dimensions per tensor.
 
-Weights have at most four dimensions. Torch itself raises an error above 64.
+Weights have at most four dimensions. Torch itself raises an error above 64 dimensions.
 """
 MAX_ALPHA = sys.float_info.max
 """Maximum alpha. JSON allows integers that don't fit in a float."""
@@ -52,7 +54,8 @@ _REFUSED = {
     "lora_mid": "a core tensor (CP decomposition)",
     ".diff": "whole differences of weights",
 }
-"""Name parts that mark something other than plain low-rank layers, with the kind they mark."""
+"""Name parts that mark something other than plain low-rank layers, with the kind they mark.
+"""
 
 
 _FORMAT = "its file is not safetensors, which is the only supported format"
@@ -90,7 +93,7 @@ class LoadedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, the same on every device."""
+        """Size in bytes, which is the same on every device."""
         return self.flat.nbytes
 
     def on(self, device: torch.device) -> LoadedAdapter:
@@ -103,9 +106,9 @@ class LoadedAdapter:
 class AdapterFile:
     """An adapter file and its required properties.
 
-    `name`: the name in the catalog, or the digest. `find`: returns the file, downloading it first
+    `name`: the name in the catalog, or the digest. `find`: returns the file, after downloading it
     if necessary. `digest`: the file's expected digest, or None to accept any file. `is_callers`:
-    True if a caller specified it by URL.
+    True if a caller specified the adapter by URL.
     """
 
     name: str
@@ -117,7 +120,7 @@ class AdapterFile:
     def make_internal_error(self, reason: str, detail: str = "") -> ModelFailed:
         """Returns an internal error.
 
-        Callers see the name and the reason, while the log also contains the detail.
+        Callers see the name and the reason; the log also contains the details.
         """
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
@@ -139,7 +142,7 @@ def read_adapter(
 
     Args:
         pipeline: diffusers pipeline, whose class knows the formats.
-        modules: the pipeline's parts that have layers, by name.
+        modules: the parts of the pipeline that have layers, keyed by name.
         limit_bytes: maximum size of the adapter's layers.
 
     Raises:
@@ -199,8 +202,8 @@ def _read_header(
         Total number of elements in all tensors, and the metadata.
 
     Raises:
-        WrongAdapter: the file is not safetensors, it has too many tensors, or some tensors are
-            unsupported.
+        WrongAdapter: the file is not in safetensors format, it has too many tensors, or some
+            tensors are unsupported.
     """
     if not 2 <= int.from_bytes(file.read(8), "little") <= MAX_HEADER_BYTES:
         raise WrongAdapter(_FORMAT)
@@ -243,7 +246,7 @@ def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
 
 
 def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the PEFT settings in a header, by `PART.NAME`. Empty if there are none."""
+    """Returns the PEFT settings in a header, keyed by `PART.NAME`. Empty if there are none."""
     text = metadata.get(_METADATA, "{}")
     if len(text) > MAX_SETTINGS_CHARS:
         raise WrongAdapter(
@@ -261,7 +264,7 @@ State = dict[str, torch.Tensor]
 
 
 def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]:
-    """Returns the tensors under diffusers' names, and the layers' alphas."""
+    """Returns the tensors under diffusers' names, along with the layers' alphas."""
     for name in tensors:
         for part, kind in _REFUSED.items():
             if part in name:
@@ -269,7 +272,7 @@ def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]
     try:
         state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
     except Exception as error:
-        # The boundary with diffusers, which raises all kinds of errors for unknown names.
+        # The boundary with diffusers, which raises various errors for unknown names.
         raise WrongAdapter(f"it has unknown layer names: {str(error)[:200]}") from error
     return state, alphas or {}
 
@@ -323,8 +326,8 @@ def _as_peft(part: str, own: State, module: LowRankModule) -> State:
         if part == "unet":
             is_named = "lora_A" in next(iter(own))
             return own if is_named else formats.convert_unet_state_dict_to_peft(own)
-        # If no type is given, diffusers recognizes the older format by a single layer, which some
-        # files lack.
+        # If no type is given, diffusers recognizes the older format by one particular layer, which
+        # some files lack.
         is_old = any(old in name for name in own for old in _TEXT_LAYERS)
         kind = formats.StateDictType.DIFFUSERS_OLD if is_old else None
         own = formats.convert_state_dict_to_diffusers(own, original_type=kind)
@@ -382,7 +385,7 @@ class _Scaling:
                 raise WrongAdapter(f"it has {name}, but only plain LoRA is supported")
 
     def of(self, name: str, rank: int) -> float:
-        """Returns a layer's factor, which is 1 if the file doesn't specify one."""
+        """Returns a layer's alpha / rank factor, which is 1 if the file doesn't specify one."""
         plain = name.removeprefix("text_model.")
         alpha: Any = self._alphas.get(plain, float(rank))
         if self._settings:
@@ -418,7 +421,7 @@ def _pack_layers(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdap
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
-    # Such a number would turn the image black or break other rows in its batch.
+    # Such a number would turn the image black or corrupt other rows in its batch.
     if not torch.isfinite(flat).all():
         raise WrongAdapter(f"it has numbers that are not finite in {dtype}")
     if torch.cuda.is_available():

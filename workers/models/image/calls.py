@@ -2,7 +2,8 @@
 
 Tensors whose first dimension equals the call's row count are concatenated along it. Everything else
 must be the same for all calls in a batch. A one-element timestep is expanded to one per row,
-because schedulers differ in its type and shape and otherwise could not share batches.
+because its type and shape vary by scheduler, and otherwise items with different schedulers could
+not share batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _UNUSED = frozenset({"generator"})
 """Parameters that only ConsistencyDecoderVAE's decoder reads. Each item has a separate generator.
 """
 _LIMIT_DIGESTS = 64
-"""Maximum digests kept per item. A denoiser has a handful of constant tensors."""
+"""Maximum number of digests kept per item. A denoiser has a handful of constant tensors."""
 
 
 class UnsplittableError(Exception):
@@ -70,9 +71,10 @@ class Part:
         self.compute = compute
         self.is_denoiser = is_denoiser
         self.constants: set[str] = set()
-        """Argument positions where calls had tensors whose first dimension was not the row count.
+        """Argument positions where earlier calls had tensors whose first dimension was not the row
+        count.
 
-        A match in another call is just a coincidence.
+        If it matches in another call, that is just a coincidence.
         """
         # A compiled module has its own `forward`, which hides the parameter names.
         called = type(module).forward if isinstance(compute, torch.nn.Module) else compute
@@ -124,9 +126,10 @@ class Call:
         self.part = part
         self.owner = owner
         self._fixed: set[int] = set()
-        """Ids of tensors that are constant, even though their length equals the row count."""
+        """IDs of tensors that are constant even though their length equals the row count."""
         self.is_halved = False
-        """True if the negative prompt's row is omitted and uses the other row's result."""
+        """True if the negative prompt's row is omitted and the other row's result is used for it.
+        """
         self.added: Sequence[torch.Tensor] = ()
         """ControlNet residuals for the call's rows: one per down block, then one for the middle
         block.
@@ -148,7 +151,7 @@ class Call:
         self.key: Hashable = (id(part), self.is_listed, tuple(sorted(kinds.items())))
 
     def _mark_constants(self, value: Any, place: str) -> None:
-        """Notes which tensors are constant, for this call and for the part's later calls."""
+        """Records which tensors are constant, for this call and for later calls to this part."""
         if isinstance(value, torch.Tensor):
             if value.dim() and value.shape[0] != self.rows:
                 self.part.constants.add(place)
@@ -211,14 +214,17 @@ class Call:
 
 
 def _count_rows(first: torch.Tensor | list[Any] | None) -> int:
-    """Returns a call's row count, given its first tensor or list."""
+    """Returns a call's row count, based on its first tensor or list."""
     if first is None or (isinstance(first, torch.Tensor) and not first.dim()):
         return 1
     return len(first)
 
 
 def _times(value: Any, rows: int) -> Any:
-    """Returns one timestep per row, as floats. Pipelines round to 16-bit types, which are kept."""
+    """Returns one timestep per row, as floats.
+
+    Pipelines round timesteps to 16-bit types, which are kept.
+    """
     if value is None or (isinstance(value, torch.Tensor) and value.dim() > 1):
         return value
     if not isinstance(value, torch.Tensor):

@@ -1,7 +1,7 @@
 """`penstock models check NAME`: tries out an image model and writes its interface.
 
 Loads the entry's pipeline, tries each task, and writes the supported tasks and fields to the file
-that the entry specifies as `image.interface`.
+that the entry specifies in `image.interface`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def check_model(name: str, device: str) -> Iterator[str]:
     """Tries out an image model and writes its interface. Yields human-readable lines.
 
     Args:
-        device: auto, cpu, cuda or cuda:N.
+        device: auto, cpu, cuda, or cuda:N.
 
     Raises:
         ConfigurationError: the entry is invalid, or its pipeline can't be loaded.
-        ModelFailed: the model can't draw from either text or an image.
+        ModelFailed: the model can't draw from text or from an image.
     """
     settings = read_settings(ModelSettings)
     written = read_image_entry(settings.models_file, name)
@@ -62,7 +62,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
 
 
 def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]:
-    """Yields lines that describe what a model draws and accepts."""
+    """Yields lines that describe what a model can draw and what it accepts."""
     usual = entry.image
     yield f"{entry.name}: {interface.pipeline}"
     yield f"tasks: {', '.join(interface.tasks)}"
@@ -75,7 +75,7 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
 
 
 def describe_drawing(model: ImageModel) -> Iterator[str]:
-    """Draws one image. Yields lines about the method, the memory and the time taken."""
+    """Draws one image. Yields lines about the method, the memory used, and the time taken."""
     if model.runs_alone:
         yield (
             "images are drawn one at a time, because the pipeline changes shared modules while it "

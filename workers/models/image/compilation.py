@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """Returns how many images to draw per call so that drawing `count` images costs the least.
+    """Returns the number of images to draw per call so that drawing `count` images costs the least.
 
     The last call may be larger than needed, if padding costs less than another call.
 
@@ -51,7 +51,7 @@ def keep_compiled_in(folder: Path) -> None:
     TORCHINDUCTOR_CACHE_DIR takes precedence. If the folder can't be created, torch uses a temporary
     folder.
     """
-    # Importing diffusers has already set the variable to its default.
+    # Importing diffusers has already set this variable to its default.
     if cache_dir() != default_cache_dir():
         return
     with contextlib.suppress(OSError):
@@ -68,18 +68,18 @@ def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
 
 
 def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
-    """Compiles the denoiser, VAE encoder and VAE decoder.
+    """Compiles the denoiser, VAE encoder, and VAE decoder.
 
     Args:
         denoiser: takes all inputs by keyword, the way the hub passes them.
         vae: a diffusers VAE, which from now on processes images one at a time.
-        shapes: number of shapes used with each part during warm-up.
+        shapes: number of shapes that warm-up uses with each part.
     """
     # Each new shape requires a recompilation. Dynamo's limit applies to all models in the process.
     torch._dynamo.config.recompile_limit += shapes
     denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
-    # Processing one image at a time means one shape for all batches, and one image fills a GPU
-    # here.
+    # Processing one image at a time means one shape for all batches, and a single image keeps a GPU
+    # busy here.
     vae.enable_slicing()
     for part in (vae.encoder, vae.decoder):
         part.forward = _graph_of(_compile(part.forward, vae.device, backend))
@@ -93,7 +93,7 @@ def _compile(forward: Callable[..., Any], device: torch.device, backend: str) ->
 
 def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
-        # The graphs may overwrite the last result, because it has been copied.
+        # The graphs may overwrite the last result, because it has already been copied.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         uniform = {name: _uniform(value) for name, value in named.items()}
         return _copy(compiled(*map(_uniform, inputs), **uniform))

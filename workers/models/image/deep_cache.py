@@ -1,10 +1,10 @@
 """DeepCache (https://arxiv.org/abs/2312.00858): reuses a UNet's deep features for several steps.
 
-Features in the middle of a UNet change little from step to step. At one step in every
-`cache_interval`, the whole UNet runs, and the input to its last layers is kept for each image. At
-the steps in between, only the first and last layers run, around those features. Each image counts
-its own steps, so images that joined at different steps have separate features, and no image depends
-on any other image in its batch.
+Features in the middle of a UNet change little from step to step. On one of every `cache_interval`
+steps, the whole UNet runs, and the input to its last layers is kept for each image. On the steps in
+between, only the first and last layers run, around those features. Each image counts its own steps,
+so images that joined at different steps have separate features, and no image depends on any other
+in its batch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FIELD = "image.deep_cache"
 
 
 class DeepCache:
-    """Computes a UNet's outer layers around features from an earlier step.
+    """Computes a UNet's outer layers, using features from an earlier step.
 
     Args:
         pipeline: a Stable Diffusion or Stable Diffusion XL pipeline.
 
     Raises:
-        ConfigurationError: the pipeline lacks such a UNet, or its first block has fewer layers than
-            the settings' branch.
+        ConfigurationError: the pipeline has no such UNet, or the UNet's first block has fewer
+            layers than the settings' branch.
     """
 
     def __init__(self, settings: DeepCacheSettings, pipeline: Any) -> None:
@@ -55,7 +55,7 @@ class DeepCache:
         self._is_within = False
 
     def is_whole(self, step: int) -> bool:
-        """Returns whether an image runs the whole UNet at a step, counted from its first step."""
+        """Returns whether an image runs the whole UNet at a step, counting from its first step."""
         return step % self._interval == 0
 
     def take_features(self) -> torch.Tensor:
@@ -72,8 +72,8 @@ class DeepCache:
         Args:
             values: the UNet's arguments, by parameter name.
             features: features from an earlier step, for all rows.
-            added: the summed ControlNet residuals for the whole UNet. The outer part uses the ones
-                for its own layers.
+            added: the summed ControlNet residuals for the whole UNet. The outer layers use the
+                residuals for those layers.
 
         Returns:
             The UNet's output, [rows, channels, height, width].

@@ -20,11 +20,11 @@ from workers.models.image.vae import sources_on
 
 _NO_NEGATIVE: dict[str | None, str] = {"true_cfg_scale": " "}
 """The negative prompt for items without one. These pipelines apply guidance only if they get a
-negative prompt, and their documentation uses a space.
+negative prompt, and their documentation uses a space for it.
 """
 _OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
-"""Makes pipelines draw at the item's size. Otherwise, some pick the nearest size from a list, which
-may have more pixels than the item is charged for.
+"""Makes pipelines draw at the item's size. Otherwise, some pipelines pick the nearest size from a
+list, which may have more pixels than the item is charged for.
 """
 _FOUR_CHANNELS = 4
 """Channels of the latents and the UNet in Stable Diffusion's inpainting pipelines."""
@@ -46,9 +46,9 @@ class Drawing:
     done: int = 0
     """Steps so far."""
     latents: torch.Tensor | None = None
-    """The latents after its last step, in the pipeline's format."""
+    """The latents after the item's last step, in the pipeline's format."""
     features: torch.Tensor | None = None
-    """Deep features from its last step with a full UNet, [rows, channels, height, width]."""
+    """Deep features from the item's last step with a full UNet, [rows, channels, height, width]."""
 
     @property
     def steps(self) -> int:
@@ -71,7 +71,7 @@ class Drawing:
         """Runs the pipeline. Returns an image [1, 3, height, width] from 0 to 1, on the device.
 
         Raises:
-            ModelFailed: the pipeline's output isn't an image, or isn't the size that is charged
+            ModelFailed: the pipeline's output isn't an image, or isn't the size that was charged
                 for.
         """
         pixels: Any = self.pipeline(**self._arguments())[0]
@@ -136,7 +136,7 @@ def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
 def paste(pixels: np.ndarray, item: PreparedImage) -> np.ndarray:
     """Returns drawn pixels [height, width, 3] where the mask is 255, source pixels where it is 0.
 
-    In between, they are blended proportionally.
+    In between, the two are blended proportionally.
     """
     shape = pixels.shape
     source = np.frombuffer(item.source or b"", np.uint8).reshape(shape).astype(np.uint32)

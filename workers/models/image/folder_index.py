@@ -1,6 +1,6 @@
 """Reads the pipeline description in a folder.
 
-It doesn't import any model library, because the I/O process uses it too.
+It doesn't import any model libraries, because the I/O process uses it too.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ MAX_SIDE_PX = 1024
 
 
 class IpAdapterFiles(NamedTuple):
-    """An IP-Adapter's files. `digest`: the weights' digest, or None to accept any.
+    """An IP-Adapter's files. `digest`: the weights' expected digest, or None to accept any weights.
 
-    `side_px`: side of its image encoder's square input.
+    `side_px`: side of its image encoder's square input, in pixels.
     """
 
     weights: Path
@@ -30,7 +30,9 @@ class IpAdapterFiles(NamedTuple):
 
 
 def control_folders(entry: Model) -> dict[str, Path]:
-    """Returns each control's folder by name. Downloads missing ones, which may take minutes.
+    """Returns each control's folder, keyed by name.
+
+    Downloads any missing folders, which may take minutes.
 
     Raises:
         ConfigurationError: a source doesn't exist.
@@ -39,7 +41,9 @@ def control_folders(entry: Model) -> dict[str, Path]:
 
 
 def ip_adapter_files(entry: Model) -> dict[str, IpAdapterFiles]:
-    """Returns each IP-Adapter's files by name. Downloads missing ones, as `control_folders` does.
+    """Returns each IP-Adapter's files, keyed by name.
+
+    Downloads any missing files, as `control_folders` does.
 
     Raises:
         ConfigurationError: a source doesn't exist or lacks these files.

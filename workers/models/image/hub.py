@@ -1,12 +1,12 @@
-"""Runs many unmodified pipelines at once and batches their calls to shared modules.
+"""Runs many unmodified pipelines concurrently and batches their calls to shared modules.
 
 Each item runs in a greenlet. When its pipeline calls a module that all items share, the greenlet
 hands the call to the hub and pauses. The hub joins compatible calls from all items, computes them
-at once, and resumes each item with its own rows. Items can therefore join and leave between any two
-calls, regardless of their schedulers, step counts and tasks, and each image is the same as when it
-is drawn on its own.
+together, and resumes each item with its own rows. Items can therefore join and leave between any
+two calls, regardless of their schedulers, step counts, and tasks, and each image is the same as
+when it is drawn on its own.
 
-Everything runs on one thread, so compiled graphs, CUDA graphs and gradient modes stay valid.
+Everything runs on one thread, so compiled graphs, CUDA graphs, and gradient modes stay valid.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from workers.models.image.calls import Call, Digests, Part, UnsplittableError, j
 PYTHON_LIMIT_S = 60.0
 """How long Python code may run between calls. A scheduler takes about a millisecond."""
 MAX_CALLS = 64
-"""Maximum encoder calls an item makes per step before the other items get their turn."""
+"""Maximum encoder calls that an item makes per step before other items get their turn."""
 RECOVERS_AFTER = 64
-"""Number of batches without running out of memory before a larger one is tried again."""
+"""Number of batches that must fit in memory before a larger one is tried again."""
 MAX_LIMITS = 256
 """Maximum number of call kinds whose limits are remembered."""
 
 _NEVER_S = float("inf")
 _LOOKS, _IDLE_LOOKS = 4, 8
-"""How many times the watchdog checks per limit, and how many idle checks end its thread."""
+"""How many times per limit the watchdog checks, and how many idle checks end its thread."""
 
 _NO_AUTOCAST: _Autocast = ()
 
@@ -83,7 +83,7 @@ class Run:
     """A running pipeline.
 
     Args:
-        draw: runs the pipeline. Its return value is the item's result.
+        draw: runs the pipeline. The pipeline's return value is the item's result.
         owner: the owner assigned to the item's calls.
     """
 
@@ -92,7 +92,7 @@ class Run:
         self.name = name
         self.owner = owner
         self.call: Call | None = None
-        """The call the pipeline is waiting for. None if it has not started."""
+        """The call the pipeline is waiting for. None if the pipeline has not started."""
         self.digests = Digests()
         self.autocast = _NO_AUTOCAST
         self._draw = draw
@@ -155,7 +155,7 @@ class Hub:
         self._runs[name] = Run(self, name, draw, owner)
 
     def drop(self, name: int) -> None:
-        """Stops an item at the call it is waiting for, if it is still running."""
+        """Stops an item at the call it is waiting for, if the item is still running."""
         run = self._runs.pop(name, None)
         if run is not None:
             self.end(run)
@@ -265,7 +265,7 @@ class Hub:
         self._compute(runs[middle:])
 
     def _resume(self, run: Run, value: Any = None, *, error: Exception | None = None) -> None:
-        """Lets a run continue to its next call or to completion."""
+        """Lets a run continue until its next call or until it completes."""
         outcome: Any
         _set_autocast(run.autocast)
         self._watchdog.begin()
@@ -292,7 +292,7 @@ class Hub:
         _set_autocast(run.autocast)
         self._watchdog.begin()
         try:
-            # A pipeline that keeps running anyway is abandoned.
+            # A pipeline that keeps running despite the interruption is abandoned.
             with contextlib.suppress(Exception, SystemExit):
                 run.greenlet.throw()
         finally:
@@ -318,7 +318,7 @@ class _RowLimits:
         self._unbatched_keys: set[Hashable] = set()
 
     def cut(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
-        """Splits runs with the same key into parts that fit."""
+        """Splits runs with the same key into groups that fit in memory."""
         assert runs[0].call is not None
         key = runs[0].call.key
         max_rows = 0 if key in self._unbatched_keys else self._rows.get(key)
@@ -371,7 +371,7 @@ class _Watchdog:
     def begin(self) -> None:
         self._thread_id = threading.get_ident()
         self._since_s = time.monotonic()
-        # A forked process doesn't inherit its parent's thread.
+        # A forked process doesn't inherit its parent's threads.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
@@ -385,7 +385,7 @@ class _Watchdog:
                 _interrupt(self._thread_id, None)
 
     def _watch(self) -> None:
-        """Checks a few times per limit, and stops once no pipeline is running."""
+        """Checks a few times per limit, and exits once no pipeline is running."""
         idle = 0
         while idle < _IDLE_LOOKS:
             time.sleep(self._limit_s / _LOOKS)
@@ -402,7 +402,7 @@ class _Watchdog:
 def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
     """Raises an error in a thread's Python code.
 
-    None cancels an error that has not been raised yet.
+    If None, cancels an error that has not been raised yet.
     """
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

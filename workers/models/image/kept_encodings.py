@@ -23,7 +23,10 @@ class KeptEncodings:
         self._bytes = 0
 
     def get(self, key: Hashable) -> Any | None:
-        """Returns a value and marks it as most recently used. Returns None if it isn't cached."""
+        """Returns a value and marks it as most recently used.
+
+        Returns None if the value isn't cached.
+        """
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)

@@ -1,12 +1,13 @@
 """Low-rank layers (LoRA) alongside a module's layers, with one adapter per row of a batch.
 
 For a layer W, a row's output is W x + s B (A x), where A and B are the down and up projections in
-the row's adapter and s is the row's scale (https://arxiv.org/abs/2106.09685). All adapters' rows
-are computed in the same few matrix products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so a
-batch with many adapters costs little more than one with a single adapter.
+the row's adapter and s is the row's scale (https://arxiv.org/abs/2106.09685). The rows of all
+adapters are computed in the same few matrix products, as in S-LoRA
+(https://arxiv.org/abs/2311.03285), so a batch with many adapters costs little more than one with a
+single adapter.
 
-A forward hook on the layer adds the result. The layer itself is not replaced, may be quantized, and
-returns bit-for-bit the same results as before for rows without an adapter.
+A forward hook on the layer adds the result. The layer itself is not replaced and may be quantized,
+and for rows without an adapter, it returns bit-for-bit the same results as before.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class LowRankPair:
 Layers = Mapping[str, LowRankPair]
 """A module's low-rank layers, by layer name."""
 Row = tuple[Layers, float] | None
-"""The layers and the scale for one row in the batch. None if it has no adapter."""
+"""The low-rank layers and the scale for one row in the batch. None if the row has no adapter."""
 
 
 class LowRankModule:
@@ -54,15 +55,18 @@ class LowRankModule:
         self._batch: _Batch | None = None
 
     def prepare(self, names: Sequence[str]) -> None:
-        """Prepares the named layers for low-rank ones. Takes negligible time."""
+        """Prepares the named layers for adding low-rank layers. Takes negligible time."""
         for name in set(names) - self._hooked_names:
             self._hooked_names.add(name)
-            # It must be the first of the hooks, so that other hooks see the sum.
+            # It must be the first hook, so that other hooks see the sum.
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
     def apply(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Within this context, the module computes these rows. A single row applies to all."""
+        """Within this context, the module computes these rows.
+
+        A single row applies to the whole batch.
+        """
         before, self._batch = self._batch, _Batch(rows) if any(rows) else None
         try:
             yield
@@ -135,7 +139,7 @@ def _project(
 
 
 def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor:
-    """Pads a projection with zeros to a rank, which is its size along `dim`."""
+    """Pads a projection with zeros up to a rank, which is its size along `dim`."""
     missing = rank - projection.shape[dim]
     return pad(projection, (0, missing) if dim else (0, 0, 0, missing)) if missing else projection
 
@@ -149,8 +153,8 @@ def _convolve(
 ) -> torch.Tensor:
     """Returns a convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
 
-    Computed adapter by adapter, because few adapters have convolutions and their kernels can't be
-    stacked.
+    Computed one adapter at a time, because few adapters have convolutions and their kernels can't
+    be stacked.
     """
     adapted = output.clone()
     for pair in dict.fromkeys(pairs):

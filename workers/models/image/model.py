@@ -59,26 +59,26 @@ from workers.models.kernel_store import KernelStore
 
 _NEEDS_UNET = "adapters require a Stable Diffusion or Stable Diffusion XL pipeline"
 WARMUP_LIMIT_S = 100.0
-"""Time limit after which no further size is started.
+"""Time limit after which warm-up starts no further sizes.
 
 Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
-"""Maximum pixels in an image that is encoded without using a thread. Encoding its PNG takes under a
-millisecond.
+"""Maximum number of pixels in an image that is encoded without using a thread. Encoding an image of
+this size as PNG takes under a millisecond.
 """
 _PNG_THREADS = 4
 
 _ALONE: dict[type, bool] = {}
 """True if a pipeline class changes shared modules around its calls, as PAG pipelines do.
 
-Determined when a model warms up, which happens only once on a CPU.
+Determined when a model warms up, which on a CPU happens only once.
 """
 
 _BROKEN: dict[Path, dict[type, str]] = {}
-"""Pipeline classes for images or masks that could not draw, with the reason, keyed by model folder.
-Determined at warm-up, like `_ALONE`.
+"""Pipeline classes for images or masks that turned out not to be able to draw, each with the
+reason, keyed by model folder. Determined at warm-up, like `_ALONE`.
 """
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ImageModel:
         self._is_warm = False
         self._drawings: dict[int, Drawing] = {}
         self._queued: dict[int, PreparedImage] = {}
-        """Items waiting for the previous one to finish, if images are drawn one at a time."""
+        """Items waiting for the previous item to finish, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._aside: list[_Aside] = []
         """Preempted images, oldest first."""
@@ -115,14 +115,15 @@ class ImageModel:
         """Loads a pipeline of any class, without its safety checker.
 
         Raises:
-            ConfigurationError: the folder is not an image pipeline, it can't draw with the entry's
-                defaults, it doesn't match the entry's interface, or a required package is missing.
+            ConfigurationError: the folder does not contain an image pipeline, the pipeline can't
+                draw with the entry's defaults or doesn't match the entry's interface, or a required
+                package is missing.
         """
         self.load()
         self.use(self.entry)
 
     def load(self) -> None:
-        """Loads the pipeline, which can be used only after `use`.
+        """Loads the pipeline, which can be used only after calling `use`.
 
         Raises:
             ConfigurationError: same as `setup`.
@@ -166,7 +167,7 @@ class ImageModel:
         """Returns the pipelines for the interface's tasks, or for all tasks without an interface.
 
         Raises:
-            ConfigurationError: the interface does not match the pipeline, or it is missing.
+            ConfigurationError: the interface is missing or does not match the pipeline.
         """
         hint = f"run penstock models check {self.entry.name}"
         field = "image.interface"
@@ -191,7 +192,7 @@ class ImageModel:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Pipeline classes that could not draw, each with the reason."""
+        """Pipeline classes that were unable to draw, each with the reason."""
         return {kind.__name__: why for kind, why in _BROKEN.get(self._folder, {}).items()}
 
     @property
@@ -262,7 +263,7 @@ class ImageModel:
             self._kernels.keep()
 
     def _try_other_tasks(self) -> None:
-        """Draws from an image and within a mask. Omits pipelines that fail."""
+        """Draws from an image, and within a mask. Omits pipelines that fail."""
         for mode in list(self._pipelines.by_mode)[1:]:
             pipeline = self._pipelines.by_mode[mode]
             try:
@@ -278,9 +279,10 @@ class ImageModel:
         self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:
-        """Draws the first step of some images and checks what their pipeline changed.
+        """Draws the first step of several images and checks what their pipeline changed.
 
-        One image has a different row count, which shows the hub which tensors vary with that count.
+        One image has a different row count, which shows the hub which tensors vary with the row
+        count.
         """
         pipeline = self._main
         before, changes = state_of(pipeline), False
@@ -299,7 +301,7 @@ class ImageModel:
             )
 
     def usual_item(self, mode: ImageMode | None = None) -> PreparedImage:
-        """Returns an item for a task (default: the model's first) with the entry's defaults."""
+        """Returns an item with the entry's defaults for a task (by default, the model's first)."""
         usual = self.entry.image
         mode = mode or next(iter(self._pipelines.by_mode))
         pixels = usual.width * usual.height
@@ -327,7 +329,7 @@ class ImageModel:
                 raise outcome
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Returns a single group, because the hub splits it into the compiled sizes."""
+        """Returns a single group, because the hub splits it into the compiled sizes itself."""
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
@@ -393,8 +395,8 @@ class ImageModel:
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # Once others have left, there may be room for it. If even the oldest one doesn't fit,
-            # it fails.
+            # Once other images have left, there may be room for it. If even the oldest one doesn't
+            # fit, it fails.
             if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:
@@ -438,7 +440,7 @@ class ImageModel:
         return [self.image(slot) for slot in indices]
 
     def image(self, slot: int) -> RgbImage | None:
-        """Returns a small image of an item between steps, or None if it can't be drawn."""
+        """Returns a small preview of an item between steps, or None if it can't be drawn."""
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
@@ -447,7 +449,7 @@ class ImageModel:
             return draw_preview(self._main, drawing.latents, item.width, item.height)
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """Returns the completed and total steps of each item."""
+        """Returns each item's completed and total steps."""
         return {slot: (drawing.done, drawing.steps) for slot, drawing in self._drawings.items()}
 
     def drop(self, slot: int) -> None:
@@ -459,9 +461,9 @@ class ImageModel:
             self._hub.drop(slot)
 
     def interrupt(self, slot: int) -> None:
-        """Sets an image aside. If an identical item is admitted later, it resumes there.
+        """Sets an image aside. If an identical item is admitted later, it resumes from there.
 
-        In total, set-aside images take up at most one batch's budget. To make room, the oldest
+        Set-aside images take up at most one batch's budget in total. To make room, the oldest
         images are dropped and have to start over.
         """
         if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
@@ -488,7 +490,7 @@ class ImageModel:
         return len(self._aside) < before
 
     def _resume(self, slot: int, item: PreparedImage) -> bool:
-        """Resumes an image that was set aside. Returns False if it wasn't set aside."""
+        """Resumes an image that was set aside. Returns False if the image wasn't set aside."""
         aside = next((aside for aside in self._aside if aside.item == item), None)
         if aside is None:
             return False
@@ -540,7 +542,7 @@ class ImageModel:
         return outcomes
 
     def _encode(self, drawing: Drawing, pixels: HostCopy) -> Future[Result | PenstockError]:
-        """Encodes an image's file, on a thread unless it is small."""
+        """Encodes an image file, on a thread unless the image is small."""
         finish = partial(_finish, drawing.item, drawing.lost.count, pixels)
         if self._device.type == "cpu" and drawing.pixels <= _ENCODED_AT_ONCE:
             done: Future[Result | PenstockError] = Future()
@@ -554,15 +556,15 @@ class ImageModel:
     def _scheduler(self, name: str) -> Any:
         """Returns a new scheduler with the settings from the folder.
 
-        Its state must not carry over between items.
+        The scheduler's state must not carry over between items.
         """
         config = self._own_scheduler.config
         if name == OWN_SCHEDULER or isinstance(
             self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
         ):
             return type(self._own_scheduler).from_config(config)
-        # Some iterate over every training timestep when created, which takes half a second for
-        # dpm2.
+        # Some schedulers iterate over every training timestep when created, which takes half a
+        # second for dpm2.
         if name not in self._unused_schedulers:
             choice = SCHEDULERS[name]
             kind = getattr(diffusers, choice.class_name)
@@ -613,9 +615,9 @@ def _as_error(error: Exception) -> PenstockError:
 
 
 def _with_times_on_host(scheduler: Any) -> Any:
-    """Returns a scheduler with timesteps on the host.
+    """Returns a scheduler that keeps its timesteps on the host.
 
-    On a device, each comparison would have to wait for the device.
+    If they were on a device, each comparison would have to wait for the device.
     """
     set_timesteps = scheduler.set_timesteps
 

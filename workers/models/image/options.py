@@ -1,4 +1,4 @@
-"""Item options that a loaded model supports, based on its pipelines' arguments."""
+"""Item options that a loaded model supports, based on the arguments its pipelines accept."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
     )
     if "negative_prompt" in known and is_guided:
         fields.append("negative_prompt")
-    # If one of two pipelines ignores an option, requests can't use it, because the charge depends
-    # on it.
+    # If one of two pipelines ignores an option, requests can't use that option, because the charge
+    # depends on it.
     edited = [pipeline for mode, pipeline in pipelines.by_mode.items() if mode != "text"]
     if edited and all("strength" in parameters_of(pipeline) for pipeline in edited):
         fields.append("strength")
@@ -107,7 +107,7 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
 
 
 def describe(pipelines: LoadedPipelines) -> ImageInterface:
-    """Returns a model's tasks and fields, with its pipeline's defaults."""
+    """Returns a model's tasks and fields, with the defaults from its pipeline."""
     pipeline = pipelines.main
     known, guidance = parameters_of(pipeline), guidance_name(pipeline)
     multiple = _multiple_px(pipeline)
@@ -131,7 +131,7 @@ def describe(pipelines: LoadedPipelines) -> ImageInterface:
 
 
 def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
-    """Returns the default width or height in pixels, at most `_MAX_USUAL_PX`."""
+    """Returns the default width or height in pixels, capped at `_MAX_USUAL_PX`."""
     parameter = parameters_of(pipeline).get(name)
     side = None if parameter is None else parameter.default
     if not isinstance(side, int):
@@ -143,7 +143,7 @@ def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
 
 
 def schedulers_of(own: Any) -> tuple[str, ...]:
-    """Returns the request names of the schedulers that can replace `own`."""
+    """Returns the request names of the schedulers that can be used in place of `own`."""
     if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
         return (OWN_SCHEDULER, "euler")
     is_flow = own.config.get("prediction_type") == "flow_prediction"
@@ -161,7 +161,10 @@ def _max_clip_skip(pipeline: Any) -> int:
 
 
 def _patch(pipeline: Any) -> int | None:
-    """Returns the width of a transformer's token, in latents. None if it has no tokens."""
+    """Returns the width, in latents, of a transformer's token.
+
+    None if the transformer has no tokens.
+    """
     transformer = getattr(pipeline, "transformer", None)
     patch = None if transformer is None else transformer.config.get("patch_size")
     return patch if isinstance(patch, int) else None

@@ -1,8 +1,8 @@
 """One pipeline per item: a copy of the loaded pipeline, with modules shared through the hub.
 
-A copy has its own scheduler and state. In place of each module, it has a stand-in, which passes
-calls to the hub and everything else to the module. The modules themselves aren't touched, so they
-can still be compiled, quantized, and moved.
+A copy has its own scheduler and state. In place of each module, it has a stand-in that passes calls
+to the hub and everything else to the module. The modules themselves aren't touched, so they can
+still be compiled, quantized, and moved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.models.image.calls import Part
 from workers.models.image.hub import Hub
 
 _MOVES = frozenset({"to", "half", "float", "bfloat16", "cuda", "cpu", "eval", "train"})
-"""Methods that change a whole module. All items use the module as it was loaded."""
+"""Methods that would change a whole module. All items use the module as it was loaded."""
 _OF_FOUR_CHANNELS = frozenset(
     {"StableDiffusionInpaintPipeline", "StableDiffusionXLInpaintPipeline"}
 )
@@ -30,7 +30,8 @@ class Shared:
     """Replaces a shared module in one item's pipeline.
 
     Args:
-        parts: the intercepted parts, keyed by method. An empty name stands for the call itself.
+        parts: the intercepted parts, keyed by method. An empty name stands for calling the module
+            itself.
         settings: `config` values that differ from the module's own.
         shift: value added to the latents before decoding.
     """
@@ -52,7 +53,8 @@ class Shared:
             **{name: partial(self._ask_vae, part) for name, part in parts.items() if name},
         )
         for name in ("config", "device", "dtype"):
-            # Looking them up through modules is slow, because doing so searches all their parts.
+            # Looking these up through modules is slow, because that searches all of the modules'
+            # parts.
             if hasattr(module, name):
                 self.__dict__[name] = getattr(module, name)
         if settings:
@@ -60,7 +62,7 @@ class Shared:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The module's class, which pipelines check."""
+        """The module's class, which pipelines check for."""
         return type(self.__dict__["_module"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +73,7 @@ class Shared:
 
     def _ask_vae(self, part: Part, images: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(images, torch.Tensor) and images.is_floating_point():
-            # A VAE may use fp32 while the denoiser uses 16 bits.
+            # A VAE may use fp32 while the denoiser uses 16-bit precision.
             images = images.to(self.dtype)
             if self._shift and part.name.endswith(".decode"):
                 images = images + self._shift
@@ -82,7 +84,7 @@ class Shared:
             return lambda *args, **kwargs: self
         module = self.__dict__["_module"]
         if name == "text_model" and not hasattr(module, name):
-            # diffusers 0.42 looks for this level in CLIP, but transformers 5 has removed it.
+            # diffusers 0.42 looks for this level in CLIP, but transformers 5 removed it.
             return module
         return getattr(module, name)
 
@@ -90,7 +92,7 @@ class Shared:
 def state_of(pipeline: Any) -> tuple[Any, ...]:
     """Returns the module parts that pipelines may change around calls: hooks and processors.
 
-    If they change while an item is being drawn, that item's pipeline can't share modules with
+    If these change while an item is being drawn, the item's pipeline can't share modules with
     others.
     """
     return tuple(
@@ -108,7 +110,7 @@ def state_of(pipeline: Any) -> tuple[Any, ...]:
 
 
 def is_denoiser(name: str, module: Any) -> bool:
-    """Returns whether a pipeline's component is the one that its steps call."""
+    """Returns whether a pipeline's component is one that its steps call."""
     if not isinstance(module, ModelMixin) or hasattr(module, "decode"):
         return False
     return not any(word in name for word in ("controlnet", "encoder", "connector", "adapter"))
@@ -144,13 +146,13 @@ class Interception:
         """Returns a copy of a pipeline for one item.
 
         Args:
-            scheduler: the item's scheduler. None means a new one with the same settings as the
-                pipeline's scheduler.
+            scheduler: the item's scheduler. None means a new scheduler with the same settings as
+                the pipeline's own.
         """
         mine = copy.copy(pipeline)
         object.__setattr__(mine, "_own_device", pipeline.device)
         mine.__class__ = _own_kind(cast("Hashable", type(pipeline)))
-        # Pipelines write changed values into their settings, which all copies share.
+        # Pipelines write changed values to their settings, which all copies share.
         for name, shared in self._stand_ins(pipeline).items():
             object.__setattr__(mine, name, shared)
         own_scheduler = getattr(pipeline, "scheduler", None)
@@ -185,7 +187,7 @@ def _parts_of(name: str, module: Any) -> dict[str, Part]:
 
 
 def _corrections(pipeline: Any, name: str, module: Any) -> dict[str, Any]:
-    """Returns how a component's stand-in differs from it, depending on the pipeline class."""
+    """Returns how a stand-in differs from its component, depending on the pipeline class."""
     kind = type(pipeline).__name__
     if kind in _OF_FOUR_CHANNELS and name == "unet":
         # These pipelines support any number of latent channels, but check for four.

@@ -12,7 +12,7 @@ from shared.models.catalog import Model
 
 _AMPERE = (8, 0)
 _VOLTA = (7, 0)
-"""The first GPUs with bfloat16 matrix units, and the first that Triton supports."""
+"""The first GPUs with bfloat16 matrix units, and the first GPUs that Triton supports."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ImagePlan:
     `is_compiled`: torch.compile for the UNet and VAE, for each of `batch_sizes` at the default
     image size. Other shapes run eagerly, and the VAE processes images one at a time. `is_int8`:
     INT8 for the linear layers in the UNet's transformers. `is_tuned`: channels-last weights and
-    fused query-key-value projections. `has_adapters`: True if nothing is fused, because adapters
-    change the parts.
+    fused query-key-value projections. `has_adapters`: True if nothing may be fused, because
+    adapters change the parts.
     """
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
     can_compile = capability.has_triton and capability.compute >= _VOLTA
     return ImagePlan(
         dtype=_dtype(entry.precision, capability),
-        # On a CPU, neither one makes a measurable difference.
+        # On a CPU, neither makes a measurable difference.
         is_tuned=is_gpu,
         is_int8=is_int8,
         is_compiled=compile_mode == "always" or (compile_mode == "auto" and is_gpu and can_compile),

@@ -1,8 +1,8 @@
 """Checks and prepares image requests in the I/O process.
 
 A source image is decoded and resized once. A ControlNet's map is computed from the caller's image.
-ControlNets for edges are trained with OpenCV's `Canny`. Workers do without OpenCV, because it would
-add 60 MB just for this purpose. The edges computed here match OpenCV's bit for bit.
+ControlNets for edges are trained with OpenCV's `Canny`. Workers don't include OpenCV, because it
+would add 60 MB for this purpose alone. The edges computed here match OpenCV's bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALL_AROUND = np.ones((3, 3), bool)
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 SOURCE_MAX_PIXELS = 16 * 1024 * 1024
-"""Maximum pixels in a source image before it is resized: 48 MB decoded."""
+"""Maximum number of pixels in a source image before it is resized: 48 MB when decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 _MAX_RESIZED = 8
@@ -43,7 +43,7 @@ def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.
 
     Follows J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel
     gradients, from the channel with the largest gradient. A gradient that is the largest across its
-    edge is kept if it is above `high`, or above `low` and connected to such a pixel.
+    edge is kept if it is above `high`, or if it is above `low` and connected to a pixel that is.
 
     Args:
         pixels: image as [height, width, channels].
@@ -69,7 +69,7 @@ def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.
 def _is_largest(
     x: npt.NDArray[np.int32], y: npt.NDArray[np.int32], padded: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.bool_]:
-    """Returns whether a gradient is the largest along its direction, rounded to 45 degrees."""
+    """Returns whether a gradient is the largest along its direction (to the nearest 45 degrees)."""
     height, width = x.shape
 
     def beside(down: int, right: int) -> npt.NDArray[np.int32]:
@@ -96,7 +96,7 @@ def prepare_control(
     Args:
         width: width of the image to draw, in pixels.
         height: height of the image to draw, in pixels.
-        known: the model's controls, by name.
+        known: the model's controls, keyed by name.
 
     Raises:
         BadInput: the model doesn't have the control, the control's image can't be read, or the
@@ -136,7 +136,8 @@ class ImagePreparer:
         is_stepped: True if images with different sizes, steps, and schedulers are computed
             together.
         rounds_up: True if image-to-image rounds a fractional step up.
-        sides_px: side of the square that each IP-Adapter's image encoder reads, by adapter name.
+        sides_px: side of the square that each IP-Adapter's image encoder reads, keyed by adapter
+            name.
     """
 
     def __init__(
@@ -176,9 +177,9 @@ class ImagePreparer:
             return error
 
     def _strength_of(self, value: ImageInput) -> float | None:
-        """Returns the strength for an item with an image.
+        """Returns the strength for an item that has an image.
 
-        None if its pipeline edits whole images.
+        None if the item's pipeline edits whole images.
         """
         if self._bounds.accepts("strength"):
             return DEFAULT_STRENGTH if value.strength is None else value.strength
@@ -282,7 +283,7 @@ class ImagePreparer:
 
 
 def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
-    # The result would otherwise be cached as the result for the file in the API's catalog.
+    # Otherwise, the result would be cached as the result for the file in the API's catalog.
     return ModelFailed(
         f"{noun} {name!r} differs between the catalogs of this worker and the API; try again later",
         field=field,
@@ -290,9 +291,9 @@ def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
 
 
 def _square_of(image: Image.Image, side_px: int) -> bytes:
-    """Returns the image's center as side x side RGB pixels, cropped as CLIP does."""
+    """Returns the image's center as side x side RGB pixels, cropped the way CLIP does it."""
     short = min(image.size)
-    # CLIP resizes the whole image first. A very long, thin image would not fit in memory.
+    # CLIP resizes the whole image first. A very long, narrow image would not fit in memory.
     near = _middle(image, *(min(side, short * _MAX_RESIZED) for side in image.size))
     width, height = (int(side_px * side / short) for side in near.size)
     resized = near.resize((width, height), Image.Resampling.BICUBIC)
@@ -325,7 +326,7 @@ def _check_numbers(value: ImageInput, bounds: ImageDefaults) -> None:
 
 
 def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False) -> int:
-    """Returns how many steps image-to-image runs: `strength` times the steps.
+    """Returns how many steps image-to-image runs: `strength` times the number of steps.
 
     Args:
         steps: number of steps for an image drawn from text.

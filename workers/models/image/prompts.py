@@ -14,7 +14,7 @@ from workers.models.image.pipeline import signature_of
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the prompt cache.
 
-In 16 bits, it holds 270 prompt pairs for Stable Diffusion 1.5, 100 for SDXL, 12 for Stable
+In 16-bit precision, it holds 270 prompt pairs for Stable Diffusion 1.5, 100 for SDXL, 12 for Stable
 Diffusion 3, or 15 for FLUX.1.
 """
 _METHOD = "encode_prompt"
@@ -23,7 +23,7 @@ _METHOD = "encode_prompt"
 class LostTokens:
     """Counts the tokens that a pipeline's text encoders cut off.
 
-    Each text is counted by whichever encoder accepts the longest input.
+    The tokens of each text are counted by whichever encoder accepts the longest input.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class LostTokens:
     def count(self) -> int | None:
         """Number of lost tokens across all texts.
 
-        None if none of the pipeline's tokenizers cut any off.
+        None if none of the pipeline's tokenizers cut off any tokens.
         """
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
-        """Records the texts that a tokenizer has read, and the maximum tokens it reads."""
+        """Records the texts that a tokenizer has read and the maximum number of tokens it reads."""
         masks = read.get("attention_mask")
         for at, text in enumerate([texts] if isinstance(texts, str) else texts or ()):
             if not isinstance(text, str):
@@ -119,7 +119,7 @@ class Prompts:
                 return encode(*args, **kwargs)
             entry = self._encodings.get(key)
             if entry is None:
-                # Some pipelines encode the negative prompt in a separate call, whose tokens are
+                # Some pipelines encode the negative prompt in a separate call, so its tokens are
                 # counted separately.
                 before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)

@@ -1,6 +1,6 @@
 """The adapters in a model process's memory, and the images waiting for adapters to load.
 
-An adapter is read in a thread while steps continue, and put into memory between steps. The least
+An adapter is read in a thread while steps continue, and moved into memory between steps. The least
 recently used adapters are evicted to make room. An adapter stays in memory while an image is using
 it.
 
@@ -78,7 +78,7 @@ class FetchedAdapters:
             owner: digest of the tenant that owns the file.
 
         Raises:
-            BadInput: the object is gone, or exceeds the catalog's size limit.
+            BadInput: the object no longer exists, or exceeds the catalog's size limit.
             Unavailable: the object store or the disk is unreachable.
         """
         file = self._folder / owner / f"{digest.removeprefix('sha256:')}{ENDING}"
@@ -118,7 +118,7 @@ class FetchedAdapters:
         while used_bytes and sum(used_bytes.values()) + size_bytes > self.urls.disk_bytes:
             largest_owner = max(used_bytes, key=lambda owner: used_bytes[owner])
             oldest = by_owner[largest_owner].pop()
-            # A reader may still have it open.
+            # A reader may still have the file open.
             oldest.file.unlink(missing_ok=True)
             used_bytes[largest_owner] -= oldest.size_bytes
             if not by_owner[largest_owner]:
@@ -126,11 +126,11 @@ class FetchedAdapters:
 
 
 Applied = tuple[LoadedAdapter, float] | None
-"""An image's adapter and scale. None if there is no adapter."""
+"""An image's adapter and scale. None if the image has no adapter."""
 
 
 class ResidentAdapters:
-    """Adapters by name, within `image.adapter_memory_bytes`.
+    """Adapters, keyed by name, within `image.adapter_memory_bytes`.
 
     Args:
         image: the catalog entry's `image` section.
@@ -173,9 +173,10 @@ class ResidentAdapters:
     def holds_back(self, slot: int, item: PreparedImage) -> bool:
         """Returns whether an image has to wait.
 
-        `take_ready` then returns it as soon as it can continue.
+        `take_ready` then returns the image as soon as it can continue.
 
-        While an image waits for room, later images wait too, so that it eventually gets that room.
+        While an image waits for room, later images wait too, so that it eventually gets the room it
+        needs.
         """
         if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
             return False
@@ -190,7 +191,7 @@ class ResidentAdapters:
         """Returns the images that are done waiting, by slot, with an error if their adapter failed.
 
         Args:
-            in_use: names of the adapters that running images use. They stay in memory.
+            in_use: names of the adapters that running images are using. They stay in memory.
         """
         used = set(in_use)
         self._lacks_room = False
@@ -209,12 +210,12 @@ class ResidentAdapters:
             yield slot, outcome
 
     def drop(self, slot: int) -> None:
-        """Forgets an image that may be waiting."""
+        """Forgets an image, which may be waiting."""
         self._waiting.pop(slot, None)
         self._lacks_room = self._lacks_room and bool(self._waiting)
 
     def pause(self) -> None:
-        """Waits a moment for the adapters being read."""
+        """Waits briefly for the adapters being read."""
         wait(self._reads.values(), timeout=WAIT_S, return_when=FIRST_COMPLETED)
 
     def of(self, item: PreparedImage) -> Applied:
@@ -230,7 +231,10 @@ class ResidentAdapters:
 
     @contextmanager
     def apply(self, rows: Sequence[Applied]) -> Iterator[None]:
-        """Within this context, the pipeline computes these rows. A single row applies to all."""
+        """Within this context, the pipeline computes these rows.
+
+        A single row applies to the whole batch.
+        """
         with ExitStack() as entered:
             for part, module in self._modules.items():
                 entered.enter_context(module.apply([_row(row, part) for row in rows]))
@@ -269,7 +273,7 @@ class ResidentAdapters:
                 del self._reads[name]
 
     def _make_room(self, nbytes: int, in_use: Collection[str]) -> bool:
-        """Drops the least recently used adapters until `nbytes` fit. Returns whether they fit."""
+        """Evicts the least recently used adapters until `nbytes` fit. Returns whether they fit."""
         idle = [name for name in self._resident if name not in in_use]
         while self.resident_bytes + nbytes > self._image.adapter_memory_bytes:
             if not idle:

@@ -1,6 +1,6 @@
 """Computes several images' calls together: chooses the batches and makes per-row additions.
 
-Adapters (LoRA), ControlNets, IP-Adapters, shortcuts and guidance are applied here, because only
+Adapters (LoRA), ControlNets, IP-Adapters, shortcuts, and guidance are applied here, because only
 this code knows which image each row belongs to.
 """
 
@@ -25,8 +25,8 @@ from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
 DECODED_PIXELS = 512 * 512
-"""Maximum pixels that the VAE computes at a time, though always at least one image. More pixels
-would delay other images' steps.
+"""Maximum number of pixels that the VAE computes at a time, but always at least one image. More
+pixels would delay other images' steps.
 """
 GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 """Denoisers whose calls have a row for the negative prompt followed by one for the prompt."""
@@ -34,7 +34,7 @@ GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 
 @dataclass(slots=True)
 class CompiledSizes:
-    """The compiled batch sizes, in images, and how many seconds each takes."""
+    """The compiled batch sizes, in images, and how many seconds a batch of each size takes."""
 
     width: int
     height: int
@@ -94,7 +94,10 @@ class RowBatching(Batching):
         return call.key, is_whole, call.rows if self._sizes.have(drawing) else 0
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """Picks compiled sizes at the lowest cost. The VAE computes few pixels at a time."""
+        """Picks the compiled sizes with the lowest cost.
+
+        The VAE computes only a few pixels at a time.
+        """
         drawing: Drawing = calls[0].owner
         if calls[0].part.is_denoiser and self._sizes.have(drawing):
             return cheapest_cover(len(calls), self._sizes.seconds)
@@ -164,10 +167,10 @@ class RowBatching(Batching):
         return output
 
     def _guide(self, call: Call, output: Any) -> Any:
-        """Returns two rows from which the pipeline computes the requested noise.
+        """Returns two rows from which the pipeline will compute the requested noise.
 
-        Pipelines compute `without + scale * (with - without)`, which for two identical rows is that
-        row.
+        Pipelines compute `without + scale * (with - without)`, which is the row itself if the two
+        rows are identical.
         """
         drawing: Drawing = call.owner
         if call.is_halved:
@@ -184,7 +187,7 @@ class RowBatching(Batching):
 
 
 def _join_added(batch: Batch) -> dict[str, Any]:
-    """Returns UNet arguments with the ControlNets' additions for each row.
+    """Returns the UNet's arguments with the ControlNets' additions for each row.
 
     Empty if there are none.
     """
@@ -207,7 +210,7 @@ def _join_added(batch: Batch) -> dict[str, Any]:
 
 
 def _reference_rows(batch: Batch) -> Any:
-    """Yields each row's reference image and token set, with the tokens for no image first."""
+    """Yields each row's reference image and token set, starting with the tokens for no image."""
     for call in batch.every:
         start = call.owner.ip_adapter
         for row in range(-call.rows, 0):

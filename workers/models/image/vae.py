@@ -1,9 +1,10 @@
-"""Turns latents into images: the VAE, the copy to the host, previews, and PNG.
+"""Turns latents into images: the VAE, the copy to the host, previews, and PNG encoding.
 
-Latents are decoded the way diffusers pipelines do after their loops. A preview between steps is
-drawn by the same VAE. Its latents are averaged first so that the decoded image is small, because
-the VAE's time is proportional to the number of pixels. Linear factors for the latent channels (as
-in https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take only
+Latents are decoded the way diffusers pipelines decode them after their loops. A preview between
+steps is drawn by the same VAE. Its latents are averaged first so that the decoded image is small,
+because the time the VAE takes is proportional to the number of pixels. Linear factors for the
+latent channels (as in
+https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take only
 microseconds, but each VAE needs its own set, and a 64 x 64 image would be shown at 8 x 8.
 """
 
@@ -24,20 +25,21 @@ from workers.models.base import PreparedImage, RgbImage
 PNG_LEVEL = 1
 """The zlib compression level.
 
-A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12%.
+A 512 x 512 photograph takes 28 ms. The default level, 6, takes 50 ms and saves 12%.
 """
 
 MAX_SIDE = {"cuda": 256}
 MAX_SIDE_CPU = 128
-"""On a CPU, 256 x 256 takes 190 ms with the shipped model, and a quarter of the pixels takes 45 ms.
+"""On a CPU, a 256 x 256 image takes 190 ms with the shipped model, and one with a quarter of the
+pixels takes 45 ms.
 """
 
 
 def needs_fp32(pipeline: Any) -> bool:
     """Returns whether a pipeline's VAE overflows in fp16 and its class runs it in fp32 instead.
 
-    If so, it is loaded in fp32. Otherwise, a pipeline would switch it temporarily, which would
-    affect other items.
+    If so, the VAE is loaded in fp32. Otherwise, a pipeline would switch the VAE temporarily, which
+    would affect other items.
     """
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, diffusers.AutoencoderKL) or vae.dtype != torch.float16:
@@ -59,7 +61,7 @@ def _unscale(config: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def sources_on(device: torch.device, items: Sequence[PreparedImage]) -> torch.Tensor:
-    """The source images of `items`, [items, 3, height, width] fp32 from 0 to 1.
+    """The source images of `items`, [items, 3, height, width], in fp32 from 0 to 1.
 
     Copies them as bytes.
     """
@@ -86,7 +88,7 @@ class HostCopy:
     def wait(self) -> list[np.ndarray | None]:
         """Waits for the copy.
 
-        Returns bytes [height, width, 3] for each image, or None if its numbers aren't finite.
+        Returns bytes [height, width, 3] per image, or None if its numbers aren't finite.
         """
         if self.is_there is not None:
             self.is_there.synchronize()
@@ -110,7 +112,7 @@ def copy_to_host(images: torch.Tensor) -> HostCopy:
     )
     if images.device.type != "cuda":
         return HostCopy(pixels, finite, None)
-    # Pinned memory makes the copy a single transfer instead of many through a buffer.
+    # Pinned memory makes the copy a single transfer rather than many through a buffer.
     copies = [
         torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(
             tensor, non_blocking=True
@@ -130,7 +132,7 @@ def encode(pixels: np.ndarray) -> bytes:
 
 
 def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) -> RgbImage | None:
-    """Draws a small image from latents between steps. None if they can't be decoded.
+    """Draws a small image from latents between steps. None if the latents can't be decoded.
 
     Neither the latents nor any random number generator is changed.
 

@@ -7,10 +7,10 @@ with `bigquery-emulator`.
     --use_legacy_sql=false 'SELECT 1'
 
 Differences from the service: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an
-INT64 stay INT64, and a dry run counts the bytes of whole tables. Anything else that this server
-can't do exactly like the service is rejected.
+INT64 stay INT64, and a dry run counts the bytes of entire tables. Anything else that this server
+can't do exactly as the service does is rejected.
 
-`Analyzer` checks a statement against the given tables, as the server does, without running it.
+`Analyzer` checks a statement against the given tables, as the server does, but doesn't run it.
 """
 
 from bigquery_emulator.errors import InvalidQueryError

@@ -40,7 +40,7 @@ def create_app(service: BigQueryService) -> Starlette:
             for mount in ("/upload", "/resumable/upload")
             for verb, endpoint in (("POST", uploads.upload), ("PUT", uploads.resume))
         ),
-        # The first path is Google's old address; the bq tool uses the second.
+        # The first path is Google's old one; the bq tool uses the second.
         Route("/discovery/v1/apis/bigquery/v2/rest", discovery.describe),
         Route("/$discovery/rest", discovery.describe),
         Route("/healthz", _healthy),

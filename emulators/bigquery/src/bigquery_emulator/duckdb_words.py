@@ -65,12 +65,12 @@ _OWN_WORDS = re.compile(
 
 
 def is_of_the_database(text: str) -> bool:
-    """Returns True if a message contains a term that only this server uses."""
+    """Returns True if a message contains a term that is specific to this server."""
     return text == _FALLBACK or _OWN_WORDS.search(text) is not None
 
 
 def message_of(error: Exception) -> str:
-    """Returns a DuckDB error's text, without the error kind, in terms that users understand.
+    """Returns a DuckDB error's text in terms that users understand, without the error kind.
 
     Args:
         error: any `duckdb.Error`, or a UnicodeDecodeError, which replaces an error whose message
@@ -91,7 +91,7 @@ def in_googlesql(text: str) -> str:
     for pattern, words in _RULES:
         if match := pattern.match(text):
             return match.expand(words)
-    # Python 3.11.2 has no text for a message that DuckDB cut off in the middle of a character.
+    # In Python 3.11.2, there is no text if DuckDB cut the message off in the middle of a character.
     if not text or is_of_the_database(text):
         _log.warning("a database error has no translation to GoogleSQL: %s", text)
         return _FALLBACK

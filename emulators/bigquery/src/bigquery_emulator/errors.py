@@ -1,4 +1,4 @@
-"""The embedded BigQuery's errors, with the service's wording and format.
+"""The embedded BigQuery's errors, with the wording and format that the service uses.
 
 ServiceError               any of the errors below
 ├── InvalidError           400 invalid: an invalid request
@@ -38,7 +38,7 @@ class ServiceError(Exception):
     grpc_status = "INTERNAL"
 
     def __init__(self, message: str, location: str | None = None) -> None:
-        # A name in it may contain an unpaired surrogate, which no response can contain.
+        # A name in it may contain an unpaired surrogate, which a response can't contain.
         self.message = message.encode("utf-8", "replace").decode()
         super().__init__(self.message)
         self.location = location
@@ -161,8 +161,8 @@ class BugError(ServiceError):
 
 def is_unavailable(error: Exception) -> bool:
     """Returns True if DuckDB can't read or write its file, for example because the disk is full."""
-    # When the disk is full, DuckDB raises either error, depending on whether it notices during a
-    # commit or elsewhere.
+    # When the disk is full, DuckDB raises one error or the other, depending on whether it notices
+    # during a commit or elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
         error
     )

@@ -1,4 +1,4 @@
-"""Starts and stops the embedded BigQuery: database, services and web server."""
+"""Starts and stops the embedded BigQuery: its database, services, and web server."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,11 +43,11 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
     """Runs the server during a `with` block.
 
     Args:
-        port: 0 picks a free one.
+        port: 0 selects a free port.
         data_dir: directory for the data. None keeps it in memory.
 
     Raises:
-        OSError: the port is in use, or another process uses the data directory.
+        OSError: the port is in use, or another process is using the data directory.
     """
     with bound(host, port) as listener:
         store = Store(data_dir)
@@ -73,7 +73,7 @@ async def serve(host: str, port: int, data_dir: Path | None) -> AsyncIterator[Bi
 
 
 async def _load_analyzer(service: BigQueryService) -> None:
-    """Loads GoogleSQL's analyzer in the background. The first queries wait for it."""
+    """Loads GoogleSQL's analyzer in the background. The first queries wait until it is loaded."""
     await to_thread.run_sync(service.translator.analyzer.load, abandon_on_cancel=True)
 
 

@@ -1,7 +1,7 @@
-"""The embedded BigQuery's DuckDB database: file, sessions and GoogleSQL macros.
+"""The embedded BigQuery's DuckDB database: its file, sessions, and GoogleSQL macros.
 
-Tables are in the attached database `data` (one file, or in memory) and query results are in
-`memory`, so a large result never touches the file. Statements that change `data` run in the
+Tables are in the attached database `data` (one file, or in memory), and query results are in
+`memory`, so that a large result never touches the file. Statements that change `data` run in the
 server's writer thread, one at a time. Streamed rows are added concurrently, in separate
 transactions.
 """
@@ -57,8 +57,8 @@ class Store:
         """Opens the database and loads the macros.
 
         Raises:
-            OSError: another process uses the file; the file is damaged, from a newer version or not
-                a database; or the disk is full.
+            OSError: another process is using the file; the file is damaged, comes from a newer
+                version, or is not a database; or the disk is full.
         """
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
@@ -83,8 +83,8 @@ class Store:
         self._root.execute("CREATE SCHEMA bq")
         register(self._root)
         self._root.execute(_MACROS.read_text())
-        # No query may access the machine's files or the network. Only Parquet files in this
-        # directory may be read, and the database itself may be reopened.
+        # No query may access the machine's files or the network. Apart from the database itself,
+        # which may be reopened, only Parquet files in this directory may be read.
         self._uploads = tempfile.TemporaryDirectory(prefix="penstock-bigquery-")
         self._root.execute(f"SET GLOBAL allowed_directories = [{_literal(self.uploads_dir)}]")
         if self._data_dir is not None:
@@ -121,7 +121,7 @@ class Store:
 
         Raises:
             duckdb.IOException: the database was lost because the disk is full and can't be reopened
-            yet, or it was just reopened.
+            yet, or the database was just reopened.
         """
         if self._is_lost:
             self._reopen()
@@ -130,8 +130,8 @@ class Store:
         try:
             yield cursor
         except duckdb.Error as error:
-            # DuckDB invalidates a database if it can't write its log back, for example on a full
-            # disk.
+            # DuckDB invalidates a database if it can't write its log back to the file, for example
+            # on a full disk.
             self._is_lost = self._is_lost or _LOST in str(error)
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
             if is_told or reopened == self._reopened:
@@ -144,7 +144,7 @@ class Store:
     def _reopen(self) -> None:
         """Reopens the database. The log contains all confirmed changes.
 
-        First waits until all sessions that were open when the database was lost have closed.
+        Waits first until all sessions that were open when the database was lost have been closed.
         """
         with self._reopening:
             if not self._is_lost:
@@ -168,7 +168,7 @@ class Store:
     def transaction(self) -> Iterator[Cursor]:
         """Opens a session that can change `data`.
 
-        Its statements are committed together or not at all.
+        Its statements are either all committed together or not at all.
 
         Raises:
             duckdb.Error: the commit failed, and nothing was committed.
@@ -188,7 +188,8 @@ class Store:
                 self.changes += 1
 
     def _commit(self, cursor: Cursor) -> None:
-        # Not with a plain statement, which would fail the same way and look like a failed commit.
+        # Not done with a plain statement, which would fail in the same way and look like a failed
+        # commit.
         try:
             cursor.execute("COMMIT")
         except duckdb.IOException as error:

@@ -1,6 +1,6 @@
 """Threads for DuckDB's blocking calls: metadata, queries, streamed rows, and one writer.
 
-Every request and every job uses `read`, `query`, `append` or `write`. Two statements that change
+Every request and every job uses `read`, `query`, `append`, or `write`. Two statements that change
 rows or tables never overlap. Long statements do not delay requests that describe tables or stream
 rows.
 """
@@ -56,10 +56,10 @@ class Threads:
     ) -> _Found:
         """Runs a function that reads rows, for as long as its job is allowed to take.
 
-        Waits up to that long for a thread.
+        Waits for a thread for up to that long.
 
         Args:
-            interrupt: interrupts the function if its job is stopped.
+            interrupt: called to interrupt the function if its job is stopped.
         """
         return await self._run(self._queries, None, interrupt, function, *args)
 
@@ -111,8 +111,8 @@ class Threads:
             if work.cancel():
                 raise
             with anyio.CancelScope(shield=True):
-                # Interrupts repeatedly, because an interrupt between two of a session's statements
-                # is lost.
+                # Interrupts repeatedly, because an interrupt that falls between two of a session's
+                # statements is lost.
                 while not done.done():
                     interrupt()
                     await asyncio.wait((done,), timeout=_INTERRUPT_EVERY_S)

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 _SHUTDOWN_S = 5
 _MOST_CONNECTIONS = 1_000
 _IDLE_S = 620
-"""How long an idle connection stays open between requests, the same as on Google's frontends.
+"""How long an idle connection stays open between requests, as on Google's front ends.
 
-A client that writes to a connection that was just closed gets a broken pipe.
+A client that writes to a connection that has just been closed gets a broken pipe error.
 """
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound but not listening yet.
 
     Args:
-        port: 0 picks a free one.
+        port: 0 selects a free port.
 
     Raises:
         OSError: the port is in use, or the address does not belong to this machine.

@@ -1,4 +1,4 @@
-"""Random GoogleSQL expressions and queries from seeds."""
+"""Random GoogleSQL expressions and queries generated from seeds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _WANTED = ("int", "float", "text", "bool", "date", "at", "numeric", "ints")
 
 
 def random_query(seed: int) -> str:
-    """Returns a query with one expression, up to three calls deep."""
+    """Returns a query with one expression, with calls nested up to three deep."""
     chance = random.Random(seed)
     return f"SELECT {_expression(chance, chance.choice(_WANTED), chance.choice((1, 2, 2, 3)))}"
 
@@ -117,7 +117,7 @@ _WINDOWS = (
 
 
 def random_table_query(seed: int) -> str:
-    """Returns a table query: groups with HAVING, windows, joins, arrays, DISTINCT, UNION ALL."""
+    """Returns a query on tables: groups, HAVING, windows, joins, arrays, DISTINCT, UNION ALL."""
     chance = random.Random(seed)
     shape = chance.choice(_SHAPES)
     table = chance.choice(list(_TABLES)) if "{table}" in shape else "people"

@@ -17,8 +17,8 @@ from zetasql.wasi._pb2.zetasql.public import type_pb2 as types
 from bigquery_emulator.googlesql.analysis.language import language
 from bigquery_emulator.googlesql.analysis.module import AnalyzerModule
 
-# Values that some functions treat specially come first, because they must not be checked before a
-# NULL in another argument.
+# Values that some functions treat specially come first, because those values must not be checked
+# before a NULL in another argument is.
 _VALUES: dict[int, tuple[str, list[str]]] = {
     types.TYPE_INT64: ("INT64", ["0", "64", "-1"]),
     types.TYPE_DOUBLE: ("FLOAT64", ["0.0", "CAST('inf' AS FLOAT64)", "-1.0"]),

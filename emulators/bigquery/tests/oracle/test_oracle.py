@@ -1,8 +1,8 @@
 """Compares GoogleSQL with Google's own reference evaluator, which comes with the analyzer.
 
-The files in `queries` have one query per line. Each query must return the evaluator's value and
-order, fail if the evaluator fails, or be rejected as unsupported. Rejected queries are listed in
-`unsupported.txt`, so that support can't shrink unnoticed; `python -m tests.oracle.test_oracle`
+The files in `queries` have one query per line. Each query must return the evaluator's values in the
+same order, fail if the evaluator fails, or be rejected as unsupported. Rejected queries are listed
+in `unsupported.txt`, so that support can't shrink unnoticed; `python -m tests.oracle.test_oracle`
 updates the list.
 """
 
@@ -26,7 +26,7 @@ from tests.oracle.world import Found, World
 QUERIES = Path(__file__).parent / "queries"
 _UNSUPPORTED = Path(__file__).parent / "unsupported.txt"
 _RULES = ("Array cannot have a null element", "Duplicate column names in the result")
-"""BigQuery errors about results, which the evaluator does not raise."""
+"""Errors that BigQuery raises about results but the evaluator does not."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def given(world: World) -> Callable[[str], Found]:
-    """Returns the embedded BigQuery's result.
+    """Returns the result from the embedded BigQuery.
 
     Each query runs only once, no matter how often its result is used.
     """
@@ -92,7 +92,7 @@ def test_random_queries_answer_as_google_s_evaluator_does(
             refused += 1
             continue
         expected = world.expected(sql)
-        # The order in which rows are evaluated and dropped is undefined, so an error may be missed.
+        # The order in which rows are evaluated and dropped is undefined, so an error may not occur.
         is_missed = query is random_table_query and expected.error and not answer.error
         if not (_agree(expected, answer) or _is_only_null(expected, answer) or is_missed):
             wrong.append(f"{seed}: {sql}\n  expected: {expected}\n  given:    {answer}")

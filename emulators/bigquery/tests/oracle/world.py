@@ -144,7 +144,7 @@ class Found:
 
 
 class World:
-    """Both engines, set up with the same tables `people`, `orders` and `things`."""
+    """Both engines, set up with the same tables: `people`, `orders`, and `things`."""
 
     def __init__(self) -> None:
         self._store = Store(None)
@@ -210,7 +210,7 @@ class World:
         return Found(self._comparable(rows, sql))
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
-        """Returns the rows in the query's order if it specifies one, otherwise in a fixed order."""
+        """Returns the rows in the query's order if it specifies one, or else in a fixed order."""
         # Most queries return one row, and analyzing them would take a third of the test time.
         if len(rows) < 2:
             return rows
@@ -327,7 +327,7 @@ def _of_duckdb(value: Any, kind: Any) -> Any:
 
 
 def _json(text: str) -> Any:
-    """Returns a JSON value that preserves the order of an object's names."""
+    """Returns a JSON value that preserves the order of the names in an object."""
     return json.loads(text, object_pairs_hook=lambda pairs: ("object", *pairs))
 
 

@@ -15,9 +15,9 @@ from pubsub_emulator.server import serve
 from pubsub_emulator.state.resources import is_http_url
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two garbage collector passes over young objects.
+"""Number of allocations between two garbage collector passes over young objects.
 
-The default of 700 would cause several passes per call.
+With the default of 700, there would be several passes per call.
 """
 
 
@@ -117,7 +117,7 @@ async def _serve_until_signal(options: argparse.Namespace) -> None:
 
 
 def _settle_heap() -> None:
-    """Excludes all startup objects from later collections and makes collections less frequent.
+    """Excludes all startup objects from later collections, and makes collections rarer.
 
     Millions of messages accumulate. The collector visits them in small portions (400,000 take 0.1
     s) and almost never all at once.

@@ -1,4 +1,4 @@
-"""A delivery loop for each subscription that this server delivers itself: push and BigQuery."""
+"""A delivery loop for each subscription that this server itself delivers: push and BigQuery."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ class _DeliveryLoops:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def follow(self, subscription: SubscriptionState) -> None:
-        """Start, restart or stop a subscription's loop if its destination changed."""
+        """Start, restart, or stop a subscription's loop if its destination has changed."""
         is_alive = self._subscriptions.get(subscription.path) is subscription
         wanted = self._destination(subscription) if is_alive else b""
         current, task = self._running.pop(subscription.path, (b"", None))
@@ -53,7 +53,10 @@ class _DeliveryLoops:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _destination(self, subscription: SubscriptionState) -> bytes:
-        """Return the destination as bytes, for comparison. Empty: this server does not deliver."""
+        """Return the destination as bytes, for use in comparisons.
+
+        Empty: this server does not deliver.
+        """
         proto, kind = subscription.proto, subscription.settings.kind
         if proto.detached or kind == "PULL":
             return b""

@@ -1,4 +1,4 @@
-"""Errors raised by the embedded Pub/Sub, with the service's wording.
+"""Errors that the embedded Pub/Sub raises, with the service's wording.
 
 `protocols` converts them to gRPC statuses and HTTP errors.
 
@@ -22,7 +22,7 @@ INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
 
 
 class PubsubError(Exception):
-    """A request was rejected. `status` is the name of its gRPC status code.
+    """A request was rejected. `status` is the name of the error's gRPC status code.
 
     `reason` and `metadata`, if set, go into the `google.rpc.ErrorInfo` sent with the status.
     """
@@ -39,10 +39,10 @@ class InvalidArgument(PubsubError):
 
 
 class AckIdsRefused(InvalidArgument):
-    """Some of an exactly-once subscription's ack ids are no longer valid.
+    """Some of the ack IDs for an exactly-once subscription are no longer valid.
 
     Args:
-        reasons: the reason for each rejected ack id.
+        reasons: the reason for rejecting each ack ID.
     """
 
     reason = "EXACTLY_ONCE_ACKID_FAILURE"
@@ -61,7 +61,7 @@ class MessageRefused(InvalidArgument):
     Args:
         encoding: JSON or BINARY.
         kind: AVRO or PROTO.
-        why: reason reported by the last revision tried.
+        why: the reason that the last revision tried reported.
     """
 
     def __init__(self, encoding: str, kind: str, why: str) -> None:

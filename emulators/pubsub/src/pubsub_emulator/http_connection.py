@@ -1,7 +1,7 @@
 """A keep-alive HTTP/1.1 connection to a push endpoint or BigQuery.
 
-It uses h11 instead of an HTTP client: the service accepts a 102 as an ack, but clients swallow
-informational responses.
+It uses h11 instead of an HTTP client, because the service accepts a 102 as an ack but clients
+swallow informational responses.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class HttpConnection:
             except (OSError, EOFError, UnicodeError, h11.ProtocolError) as error:
                 self.close()
                 # The other side may close an idle connection at any time, so only failures on new
-                # connections count.
+                # connections are treated as errors.
                 if not is_reused:
                     raise HttpFailed(str(error) or type(error).__name__) from error
             except BaseException:

@@ -19,7 +19,7 @@ _PROJECT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,254}")
 def check_name(path: str, kind: str) -> None:
     """Reject a path that is not `projects/<project>/<kind>/<id>`.
 
-    `kind` is topics, subscriptions, snapshots or schemas.
+    `kind` is topics, subscriptions, snapshots, or schemas.
 
     Raises:
         InvalidArgument: the path is invalid. The message contains the path.
@@ -72,7 +72,7 @@ def check_time(field: str, timestamp: Any) -> None:
     """Reject a protobuf Timestamp that is not a valid time.
 
     Raises:
-        InvalidArgument: the time is outside the years 1 to 9999, or its nanos are not a fraction.
+        InvalidArgument: the time is outside the years 1 to 9999, or its nanos are not in range.
     """
     check_range(f"{field}.seconds", timestamp.seconds, _FIRST_S, _LAST_S)
     check_range(f"{field}.nanos", timestamp.nanos, 0, 999_999_999)
@@ -82,8 +82,8 @@ def check_duration(field: str, duration: Any) -> None:
     """Reject a protobuf Duration that is invalid or negative.
 
     Raises:
-        InvalidArgument: the duration is negative or over 10,000 years, or its nanos are not a
-            fraction.
+        InvalidArgument: the duration is negative or over 10,000 years, or its nanos are not in
+            range.
     """
     check_range(f"{field}.seconds", duration.seconds, 0, _LONGEST_S)
     check_range(f"{field}.nanos", duration.nanos, 0, 999_999_999)

@@ -10,7 +10,7 @@ from google.protobuf import empty_pb2
 from google.pubsub_v1 import types
 
 if TYPE_CHECKING:
-    # The classes are created at runtime, so type checkers only know their names.
+    # The classes are created at runtime, so type checkers know only their names.
     BigQueryConfig: TypeAlias = Any
     Message: TypeAlias = Any
     Policy: TypeAlias = Any
@@ -60,5 +60,5 @@ def message_class(name: str) -> Any:
 
 
 def empty() -> Any:
-    """Return a new `google.protobuf.Empty`, the response to calls without a result."""
+    """Return a new `google.protobuf.Empty`, the response to calls that return nothing."""
     return empty_pb2.Empty()

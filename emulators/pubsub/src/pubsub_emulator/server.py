@@ -21,14 +21,14 @@ _REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
     # A second server on the same port must fail to start rather than share connections.
     ("grpc.so_reuseport", 0),
-    # More than any valid call contains, so that calls that are only slightly too large are rejected
-    # with a reason. Even larger calls are rejected before they are read.
+    # Larger than any valid call, so that calls that are only slightly too large are rejected with a
+    # reason. Even larger calls are rejected before they are read.
     ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
     # Beyond this limit, further calls on the connection wait silently. The service allows about
     # 100, which is too few for the streams of a single process.
     ("grpc.max_concurrent_streams", 1000),
-    # Google's clients ping every 30 s, even on idle channels; by default gRPC would disconnect
+    # Google's clients ping every 30 s, even on idle channels; by default, gRPC would disconnect
     # them.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -70,8 +70,8 @@ async def serve(
     """Listen until the block ends. Any streams still open at that point end with UNAVAILABLE.
 
     Args:
-        port: gRPC port, 0 for any free one.
-        rest_port: REST port, 0 for any free one. None: no REST.
+        port: gRPC port; 0 picks any free port.
+        rest_port: REST port; 0 picks any free port. None: no REST.
         socket_path: an additional Unix socket to listen on. It saves 0.1 ms per local call.
         storage_bytes: maximum memory for messages. Publishes that exceed it are rejected.
         data_dir: directory that stores the state across restarts. None keeps it in memory.
@@ -184,6 +184,7 @@ class _Alarm:
 
 
 def _steady_clock() -> Callable[[], float]:
-    # Wall time, because messages contain it and seeks refer to it, but it never goes backwards.
+    # Wall-clock time, because messages contain it and seeks refer to it; unlike the wall clock, it
+    # never goes backward.
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()

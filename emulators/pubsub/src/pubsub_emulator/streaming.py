@@ -203,7 +203,7 @@ class _Stream:
     def _confirm(
         self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]
     ) -> None:
-        # Only exactly-once delivery confirms acks; otherwise they are best effort and get no
+        # Only exactly-once delivery confirms acks; otherwise, acks are best-effort and get no
         # response.
         if self._subscription.settings.exactly_once:
             for ack_id in ack_ids:

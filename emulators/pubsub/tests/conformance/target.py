@@ -41,7 +41,7 @@ class Target:
     rest_host: str
 
     def requires(self, feature: str) -> None:
-        """Skips the test if this server lacks the feature; the reason states its behavior."""
+        """Skips the test if the server lacks the feature; the reason describes its behavior."""
         if self.name == GOOGLE_EMULATOR:
             pytest.skip(f"Google's emulator: {_LACKING[feature]}")
 

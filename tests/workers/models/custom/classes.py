@@ -26,7 +26,7 @@ from cog import *
 
 def write_class(folder: Path, body: str, cog_yaml: str = "") -> Path:
     """Writes predict.py, and cog.yaml if given."""
-    # Most processes don't need asyncio, which takes a third of their startup time.
+    # Most processes don't need asyncio, which accounts for a third of their startup time.
     imports = "import asyncio\n" if "asyncio." in body else ""
     (folder / "predict.py").write_text(HEAD + imports + textwrap.dedent(body))
     if cog_yaml:
@@ -38,7 +38,7 @@ _INTERFACES: dict[tuple[str, str], ModelInterface] = {}
 
 
 def entry_of(folder: Path, **more: Any) -> Model:
-    """Returns a folder's catalog entry. Adds its interface unless `more` contains one.
+    """Returns a folder's catalog entry. Adds the class's interface unless `more` contains one.
 
     Inspecting a class takes a process and 0.3 s of CPU time, so identical sources are inspected
     only once. The process that serves a class inspects it again and rejects it if it does not match

@@ -1,4 +1,4 @@
-"""A class that does, one by one, everything a class should not do, and how each prediction ends."""
+"""A class that does, one at a time, everything a class shouldn't, and how each prediction ends."""
 
 from __future__ import annotations
 

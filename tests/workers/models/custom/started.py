@@ -60,7 +60,7 @@ class StartedClass:
         self._thread.start()
         self._messages: queue.SimpleQueue[tuple[int, _Message]] = queue.SimpleQueue()
         self._numbers: dict[int, int] = {}
-        """Each slot's prediction number in the running batch."""
+        """The prediction number of each slot in the running batch."""
         self._inside: dict[int, PreparedCustom] = {}
         self._running: asyncio.Task[None] | None = None
         self._chunks: dict[int, PieceChunk] = {}
@@ -132,7 +132,7 @@ class StartedClass:
         raise AssertionError(f"prediction {number} has no result in time")
 
     def wait_for_logs(self, number: int) -> PrintedLogs:
-        """Returns a running prediction's first output."""
+        """Returns the first output of a running prediction."""
         for _ in range(int(WAIT_LIMIT_S / STEP_S)):
             assert number not in self.step().results, "it has ended"
             if logs := self.look_at_logs().get(number):
@@ -150,7 +150,7 @@ class StartedClass:
         return files
 
     def look_at_logs(self) -> dict[int, PrintedLogs]:
-        """Returns running predictions' output if there is more since the last call."""
+        """Returns the output of running predictions if there is more since the last call."""
         logs, self._logs = self._logs, {}
         return logs
 

@@ -1,4 +1,4 @@
-"""A canceled prediction may run for as long as `setup` took before its process is killed."""
+"""Before its process is killed, a canceled prediction may run for as long as `setup` took."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Predictor(BasePredictor):
 def test_a_canceled_prediction_may_run_as_long_as_setup_took(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """Otherwise a caller who keeps canceling could hold a class in `setup` at no cost."""
+    """Otherwise, a caller that keeps canceling could keep a class in `setup` at no cost."""
     model = start_class(write_class(tmp_path, LONG_SETUP))
     before = output_of(compute(model, {"how": ""}))
     model.admit(1, prepared({"how": "stubborn"}))

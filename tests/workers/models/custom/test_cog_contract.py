@@ -1,4 +1,4 @@
-"""Private parts of Cog that the runner uses: one version's names, signatures and behavior."""
+"""Private parts of Cog that the runner uses: the names, signatures, and behavior in one version."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ MODULES = {
 
 
 def find(name: str) -> Any:
-    """Returns the object with a dotted name, below its longest module prefix.
+    """Returns the object with a dotted name, resolved from its longest module prefix.
 
     Raises:
         AttributeError, ModuleNotFoundError: the object does not exist.

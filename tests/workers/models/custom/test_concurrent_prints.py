@@ -1,4 +1,4 @@
-"""Output of concurrent predictions: each gets every line it printed and no other lines."""
+"""Output of concurrent predictions: each one gets every line it printed and no other lines."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ for old, new in (
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that is neither below /tmp nor in the scratch folder, wherever the clone is."""
+    """A folder that is neither under /tmp nor in the scratch folder, wherever the clone is."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         if Path("/tmp").resolve() in Path(folder).resolve().parents:
             pytest.skip("/var/tmp is below /tmp on this system")
@@ -233,7 +233,7 @@ def outside() -> Iterator[Path]:
 
 @pytest.mark.skipif(abi_version() < 4, reason="Landlock 4 restricts connections (Linux 6.7)")
 def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path, outside: Path) -> None:
-    """Triton compiles below a folder and moves the result up.
+    """Triton compiles in a subfolder and moves the result up.
 
     No file is moved out of the folder.
     """
@@ -243,8 +243,8 @@ def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path, outside: P
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     up, from_tmp, out = done.stdout.splitlines()
     assert up == "moved", done
-    # If the class has its own /tmp, that is a separate mount, and files can't be renamed into it,
-    # as between two disks.
+    # If the class has its own /tmp, that /tmp is a separate mount, so files can't be renamed into
+    # it, just as between two disks.
     assert from_tmp in ("moved", "OSError Invalid cross-device link")
     assert out in ("PermissionError Permission denied", "OSError Invalid cross-device link")
     assert not (outside / "moved-by-a-class").exists()
@@ -282,9 +282,9 @@ def below_tmp() -> Iterator[Path]:
 
 @pytest.fixture
 def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A class folder below /tmp. Some of its files are links, and so is its path.
+    """A class folder under /tmp. Some of its files are links, and its path contains a link too.
 
-    The links are relative and absolute; they point to files and folders below /tmp and outside,
+    The links are relative and absolute; they point to files and folders inside and outside /tmp,
     through other links, and in a cycle.
     """
     folder, near = below_tmp / "real" / "class", below_tmp / "real" / "near"
@@ -315,7 +315,7 @@ def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def put_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves this process's and its child processes' temporary files to `folder`."""
+    """Moves the temporary files of this process and its child processes to `folder`."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
 

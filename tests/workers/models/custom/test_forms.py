@@ -88,8 +88,9 @@ def served(model: StartedClass, form: Form) -> Any:
 def test_large_packages_are_there_for_who_imports_them(
     tmp_path: Path, start_class: StartClass, is_used: bool
 ) -> None:
-    """In that case, Cog uses the real packages too. A process without them starts in a third of the
-    time.
+    """In that case, Cog uses the real packages too.
+
+    A process that doesn't load them starts in a third of the time.
     """
     names = ["asyncio", "pydantic", "requests", "urllib.request", "yaml"]
     body = f"""

@@ -1,4 +1,4 @@
-"""Classes that block others or take too much, and predictions served after them."""
+"""Classes that block others or use too much, and the predictions served after them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ MIB = 2**20
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """A scratch folder with one file that counts toward no limit."""
+    """A scratch folder containing one file that doesn't count toward any limit."""
     folder = tmp_path / "scratch"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "copy.bin").write_bytes(bytes(8 * MIB))

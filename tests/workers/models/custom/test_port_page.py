@@ -19,7 +19,7 @@ _RUN = re.compile(
 
 
 class Port(NamedTuple):
-    """A section of the page: files keyed by path, a command's words, and its output."""
+    """A page section: its files keyed by path, a command's words, and the command's output."""
 
     files: dict[str, str]
     command: list[str]

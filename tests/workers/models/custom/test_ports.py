@@ -1,4 +1,4 @@
-"""Ports on this machine that are named in sources: only one process can listen on each."""
+"""Ports on this machine that source files name: only one process can listen on each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a class's errors and output, for its caller and for the operator."""
+"""The text of a class's errors and output, as seen by the caller and by the operator."""
 
 from __future__ import annotations
 

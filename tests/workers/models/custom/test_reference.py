@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(page: str) -> list[Block]:
-    """Returns a Markdown page's rows and paragraphs, without code, table headers and links."""
+    """Returns a Markdown page's rows and paragraphs, without code, table headers, or links."""
     blocks, heading, lines = [], "", list[str]()
     for line in [*re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S).splitlines(), ""]:
         is_row = line.startswith("|")
@@ -623,7 +623,7 @@ def path_of(node: str) -> Path:
 
 @cache
 def functions_of(path: Path) -> frozenset[str]:
-    """Returns the names of a file's functions."""
+    """Returns the names of the functions in a file."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = ast.walk(ast.parse(path.read_text()))
     return frozenset(node.name for node in nodes if isinstance(node, kinds))

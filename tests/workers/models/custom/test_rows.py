@@ -1,4 +1,4 @@
-"""Rows in docs/reference/own-models.md that no topic's tests cover (test_reference.py)."""
+"""Rows in docs/reference/own-models.md that aren't covered by other tests (test_reference.py)."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_piece_and_the_files_of_an_output_have_bounds(
 def test_a_batch_that_takes_too_long_is_killed_and_the_next_is_computed(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """A worker allows each batch 5 minutes, then retries its items in halves."""
+    """A worker allows each batch 5 minutes and then retries its items in halves."""
     body = """
     class Given(BaseModel):
         a: int

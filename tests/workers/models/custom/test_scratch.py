@@ -1,4 +1,4 @@
-"""A class's working directory contains its files, and what it writes there stays private."""
+"""A class's working directory contains its files, and what the class writes there is private."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that a class can see, regardless of the class's own /tmp."""
+    """A folder that a class can see, even if the class has its own /tmp."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
 

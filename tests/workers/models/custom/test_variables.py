@@ -1,4 +1,4 @@
-"""A catalog entry's variables reach its class, and secrets reach nothing else."""
+"""Variables in a catalog entry reach the class, and secrets reach nothing else."""
 
 from __future__ import annotations
 

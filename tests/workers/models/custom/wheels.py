@@ -17,9 +17,9 @@ def make_wheel(
     needs: str = "",
     scripts: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Writes a wheel with one module, which has `version` and the code in `source`.
+    """Writes a wheel with one module that has `version` and the code in `source`.
 
-    `needs`: one of its requirements. `scripts`: the module's functions, keyed by the commands that
+    `needs`: one of its requirements. `scripts`: functions in the module, keyed by the commands that
     call them.
 
     See https://packaging.python.org/en/latest/specifications/binary-distribution-format/.

@@ -1,4 +1,4 @@
-"""Twenty classes as people write them to wrap a server, a command or a download in `setup`.
+"""Twenty classes that people might write to wrap a server, a command, or a download in `setup`.
 
 The programs they start are stand-ins of a few lines each, with the same names and usage as the real
 ones. Nothing in the classes depends on where they run.
@@ -123,7 +123,7 @@ SERVER = "import sys\nfrom tools import listen\nlisten(sys.argv[sys.argv.index('
 
 
 class Wrapper(NamedTuple):
-    """A class: its code, which follows HEAD, and other files keyed by path.
+    """A class: its code, which comes after HEAD, and its other files, keyed by path.
 
     Each class responds to `text` with TEXT.
 

@@ -45,7 +45,7 @@ def reference(folder: Path) -> tiny.Generate:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def generate(ids: list[int], tokens: int, **options: Any) -> tuple[list[int], torch.Tensor]:
-        """Returns the greedy continuation and each step's log probabilities."""
+        """Returns the greedy continuation and the log probabilities of each step."""
         out = loaded.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids)),

@@ -1,8 +1,8 @@
-"""An engine that dies in the middle of a response, or hangs.
+"""An engine that dies or hangs in the middle of a response.
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
-ANSWER is `stream` or `body`: the kind of response during which it dies at PLACE, or hangs. It
-writes the tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
+ANSWER is `stream` or `body`: the kind of response during which the engine dies or hangs at PLACE.
+It writes the tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
 
 from __future__ import annotations

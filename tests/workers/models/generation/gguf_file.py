@@ -1,4 +1,4 @@
-"""The tiny Llama from tiny.py as a GGUF file, as llama.cpp's own script would convert it."""
+"""The tiny Llama from tiny.py as a GGUF file, converted the way llama.cpp's own script would."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def write_gguf(folder: Path, context_tokens: int = 8192) -> Path:
-    """Writes model.gguf next to a folder's safetensors. Returns its path."""
+    """Writes model.gguf next to the safetensors file in a folder. Returns its path."""
     config = json.loads((folder / "config.json").read_text())
     path = folder / "model.gguf"
     writer = GGUFWriter(path, "llama")
@@ -79,7 +79,7 @@ def _name_of(name: str) -> str:
 def _in_order(
     name: str, weights: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int, kv: int
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-    """Reorders queries and keys the way llama.cpp rotates them: neighbors, not halves."""
+    """Reorders queries and keys the way llama.cpp rotates them: as neighbors, not halves."""
     count = heads if "q_proj" in name else kv if "k_proj" in name else 0
     if not count:
         return weights

@@ -35,7 +35,7 @@ class _OneLayer(torch.nn.Module):
 
 
 def _on_a_grid(rows: int, width: int, seed: int) -> np.ndarray:
-    """Weights as in a Q4_1 GGUF file: whole numbers from 0 to 15 times a scale, plus an offset."""
+    """Weights as in a Q4_1 GGUF file: integers from 0 to 15, times a scale, plus an offset."""
     random = np.random.default_rng(seed)
     numbers = random.integers(0, 16, (rows, width // GROUP, GROUP))
     numbers[..., 0], numbers[..., 1] = 0, 15

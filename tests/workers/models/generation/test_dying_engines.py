@@ -1,6 +1,6 @@
 """Engines that die at each point in a response.
 
-Their texts must be handed back, so that another worker can continue them. A failure would end the
+Their texts must be handed back so that another worker can continue them. A failure would end the
 texts.
 """
 
@@ -64,7 +64,7 @@ import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 time.sleep(600)
 """
-"""Its process is in a different group, which nothing kills."""
+"""Its process is in a different process group, which nothing kills."""
 
 
 def launch_of(*arguments: str) -> Launch:
@@ -74,8 +74,9 @@ def launch_of(*arguments: str) -> Launch:
 
 @asynccontextmanager
 async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncIterator[Engine]:
-    """Starts an engine that dies at a given point in this kind of response. Without a point, it
-    survives.
+    """Starts an engine that dies at a given point in this kind of response.
+
+    If no point is given, the engine survives.
     """
     launch = launch_of(fake_engine.__file__, protocol, answer, place)
     entry = tiny.entry(engine=protocol, precision="auto")
@@ -106,7 +107,7 @@ async def compute(engine: Engine, item: PreparedPrompt, told: Told) -> None:
 async def test_a_text_is_given_back_wherever_its_engine_dies(
     folder: Path, protocol: str, answer: str, place: str
 ) -> None:
-    # llama.cpp's stream lacks log probabilities, so the text is written in pieces.
+    # llama.cpp's stream doesn't include log probabilities, so the text is written in pieces.
     logprobs = 0 if (protocol, answer) == ("llama.cpp", "body") else -1
     item = tiny.prompt(IDS, TOKENS, is_streamed=True, logprobs=logprobs)
     told = Told()

@@ -1,4 +1,4 @@
-"""Folders with converted GGUF files: complete or absent.
+"""Folders with converted GGUF files are either complete or absent.
 
 In these tests, a script does the conversion.
 """

@@ -1,4 +1,4 @@
-"""Llama's forward pass with few operators, compared with transformers."""
+"""Llama's forward pass, implemented with few operators and compared with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def test_llamas_compute_as_generate_does(changes: dict[str, Any], tmp_path: Path
     plain.save_pretrained(tmp_path)
     wanted = plain.generate(torch.tensor([IDS]), max_new_tokens=20, do_sample=False)
     model = tiny.open_model(tmp_path)
-    # First the text is run on its own, with one row per step, and then in a batch.
+    # The text is first run on its own, with one row per step, and then in a batch.
     alone = tiny.run(model, tiny.prompt(IDS, 20))[0]
     company, _ = tiny.run(model, tiny.prompt(IDS, 20), tiny.prompt(IDS[3:], 20))
     text = Vocabulary(tmp_path).tokenizer.decode(wanted[0, len(IDS) :].tolist())
@@ -92,7 +92,7 @@ def _load(folder: Path) -> Any:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    """Total size in bytes of all tensors held by its modules, as parameters or otherwise.
+    """Total size in bytes of all the tensors that its modules hold, as parameters or otherwise.
 
     A shared tensor counts once.
     """

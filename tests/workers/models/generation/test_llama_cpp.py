@@ -1,4 +1,4 @@
-"""llama.cpp as a text model's engine, in a pool like a worker's."""
+"""llama.cpp as the engine of a text model, in a pool like a worker's."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def engine(weights: Path) -> AsyncIterator[PooledProcess]:
 
 
 class Told:
-    """Results and chunks of a run's items."""
+    """The results and chunks of the items in a run."""
 
     def __init__(self) -> None:
         self.results: dict[int, Any] = {}

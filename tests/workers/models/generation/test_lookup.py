@@ -1,4 +1,4 @@
-"""Guesses based on earlier text: the same text in fewer steps."""
+"""Guesses based on earlier text: they produce the same text in fewer steps."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def guessing(folder: Path) -> GenerationModel:
 
 
 def _steps(model: GenerationModel, item: PreparedPrompt) -> tuple[Any, int, list[int]]:
-    """The outcome of an item run by itself, its step count, and its chunks' ids."""
+    """The outcome of an item run by itself, its number of steps, and the ids in its chunks."""
     model.admit(0, item)
     ids: list[int] = []
     for number in range(1, 500):

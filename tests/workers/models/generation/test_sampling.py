@@ -36,7 +36,7 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     weight_of = {token: float(np.exp(scaled[token] - scaled.max())) for token in order}
     order.sort(key=lambda token: (-weight_of[token], token))
     weights = np.array([weight_of[token] for token in order])
-    # If a sum equals top_p within rounding error, either token count is correct.
+    # If a sum equals top_p to within rounding error, either number of tokens is correct.
     sums = np.cumsum(weights) / weights.sum()
     assume(top_p == 1 or not np.isclose(sums, top_p, rtol=1e-9, atol=1e-12).any())
     kept, total = 0, 0.0
@@ -63,7 +63,8 @@ def test_the_choice_is_that_of_the_reference(
     chances = allowed(logits, temperature, top_k, top_p)
     token = choose(logits, item, 4)
     assert token in chances or min(chances.values()) < 1e-9
-    # The token at which the cumulative probability, in id order, passes the item's random number.
+    # The token at which the cumulative probability, in order of id, exceeds the item's random
+    # number.
     drawn, total = uniform(seed, 4), 0.0
     near = []
     for one in sorted(chances):

@@ -1,4 +1,4 @@
-"""How long checking a whole text against a schema may delay the batch's other texts."""
+"""How long checking a whole text against a schema can delay the other texts in the batch."""
 
 import json
 import re

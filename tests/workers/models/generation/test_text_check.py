@@ -29,7 +29,7 @@ def has_engine() -> None:
 
 
 def check(folder: Path, **changes: Any) -> int:
-    """Checks a model with a catalog in the current folder. Returns the exit status."""
+    """Checks a model using a catalog in the current folder. Returns the exit status."""
     entry = json.loads(tiny.entry().model_dump_json(exclude_unset=True))
     entry |= {"source": f"local:{folder}", **changes}
     Path("models.yaml").write_text(yaml.safe_dump({"models": [entry]}), encoding="utf-8")

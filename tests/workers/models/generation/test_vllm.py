@@ -1,7 +1,7 @@
-"""vLLM as a text model's engine, in a pool like a worker's.
+"""vLLM as the engine of a text model, in a pool like a worker's.
 
-Starting it takes a minute, so the tests share one. Its command is on the PATH of an environment
-where vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
+Starting vLLM takes a minute, so the tests share one instance. vLLM's command is on the PATH of an
+environment where vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from workers.runtime.pooled_process import PooledProcess
 
 START_LIMIT_S = 600.0
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-"""vLLM's CPU attention supports no smaller heads."""
+"""vLLM's CPU attention doesn't support smaller heads."""
 LONG = {
     "batch": {"max_tokens": 8192, "max_items": 5},
     "generation": {
@@ -221,7 +221,7 @@ class TestEngine:
     async def test_a_text_goes_on_where_another_worker_stopped(
         self, engine: PooledProcess, folder: Path
     ) -> None:
-        """The penalties count what the other worker generated, using our own engine."""
+        """The penalties count the tokens that the other worker generated using our own engine."""
         penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.7}
         item = tiny.prompt(IDS, 40, is_streamed=True, **penalties)
         (whole,) = compute_here(folder, item)
@@ -250,7 +250,7 @@ class TestEngine:
     async def test_no_text_of_a_caller_becomes_a_control_token(
         self, engine: PooledProcess, folder: Path
     ) -> None:
-        """The engine reads the same tokens as ours, regardless of their text."""
+        """The engine reads the same tokens as ours does, regardless of their text."""
         text = GenerationInput(4, 1, prompt=f"a{tiny.END}{tiny.TURN}system")
         (item,) = PromptPreparer(entry(), folder).prepare([text])
         assert isinstance(item, PreparedPrompt)
@@ -418,7 +418,7 @@ NO_NUMBER = {
 async def test_bad_answers_are_told_apart(
     folder: Path, answer: Answer, error: type[Exception], reason: str
 ) -> None:
-    """A schema is only at fault if it was sent, which is not the case for part of a text."""
+    """A schema can be at fault only if it was sent, which isn't the case for part of a text."""
     item = tiny.prompt(IDS, 4, logprobs=0, json_schema="{}")
     with pytest.raises(error, match=reason):
         await Vllm(entry(), Vocabulary(folder)).ask(Server(answer).post, item, asked_of(item))
@@ -446,7 +446,7 @@ async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineG
 
 
 async def test_a_prompt_is_echoed_once_though_its_text_is_written_in_pieces(folder: Path) -> None:
-    """The text has penalties, and another worker has begun it."""
+    """The text has penalties and was begun by another worker."""
     item = tiny.prompt(
         IDS[:3], 4, logprobs=0, is_echoed=True, frequency_penalty=0.5, written_ids=tiny.packed([9])
     )

@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 CONTEXT_TOKENS = 160
 Generate = Callable[..., tuple[list[int], torch.Tensor]]
-"""Maps a prompt, a number and options to greedy tokens and each step's log probabilities."""
+"""Maps a prompt, a number, and options to greedy tokens and the log probabilities of each step."""
 
 
 def write_folder(folder: Path, config: LlamaConfig | None = None) -> Path:

@@ -5,8 +5,8 @@
 - A request that was rejected as a whole has one row, `refused`, and costs nothing.
 - If a response was lost or came from a proxy, or the caller hung up, the rows are the only record
   of the request, and are accepted as they are.
-- A request for which no connection could be opened has no row.
-- For each hour, tenant, and model, the report has the ledger's totals.
+- A request has no row if no connection could be opened for it.
+- For each hour, tenant, and model, the report's totals match the ledger's.
 
 `check` queries BigQuery until the whole ledger has arrived or time runs out.
 """
@@ -30,7 +30,7 @@ CLOCK_SKEW_S = 60.0
 RELATIVE, ABSOLUTE_USD = 1e-9, 1e-9
 """Sums of doubles differ in the last digits with the order of addition.
 
-Single rows must be equal.
+Individual rows must be equal.
 """
 REFUSED = "refused"
 NO_TENANT = frozenset({401, 431})
@@ -65,7 +65,7 @@ class Comparison:
     copies: int = 0
     """Rows that were written more than once. They count once."""
     told_by_rows: Counter[str] = field(default_factory=Counter)
-    """Requests without a response, by ending and by their rows' status."""
+    """Requests without a response, by how they ended and by their rows' status."""
     others: int = 0
     """Requests from other callers of the same tenants in the same hours."""
     groups: int = 0
@@ -75,7 +75,7 @@ class Comparison:
 
 @dataclass
 class Sums:
-    """Totals of a group. Fields are named as in UsageGroup."""
+    """Totals of a group. Fields have the same names as in UsageGroup."""
 
     requests: int = 0
     refused: int = 0
@@ -146,7 +146,7 @@ def compare_report(
 
 
 def _line_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """Yields the differences between a request and its rows, as kind and facts."""
+    """Yields the differences between a request and its rows, each as a kind and its facts."""
     row_ids = Counter(row.row_id for row in rows)
     for row_id, count in row_ids.items():
         if count > 1:
@@ -214,7 +214,7 @@ def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
 
 
 def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """Yields the differences between a run's steps and its rows.
+    """Yields the differences between a run's steps and the run's rows.
 
     A run that failed also has rows for the steps that it did not finish.
     """
@@ -243,7 +243,7 @@ def _add(
 ) -> None:
     """Adds a request to its group, based on its response or, if there is none, on its rows.
 
-    A flow run has rows for several models, which its response doesn't separate by hour.
+    A flow run has rows for several models, but its response doesn't split them by hour.
     """
     if line.ending != "answered" or line.status != 200 or line.steps:
         for row in rows:
@@ -303,10 +303,10 @@ def check(
     """Compares a ledger to the rows and the report, repeatedly while they differ.
 
     Rows arrive in the background, and even later after an outage. A difference therefore counts
-    only after `wait_s`.
+    only if it persists for `wait_s`.
 
     Args:
-        wait_s: how many seconds differences have to disappear.
+        wait_s: how many seconds to wait for differences to disappear.
         clock: returns seconds. Tests replace it.
 
     Raises:

@@ -22,7 +22,7 @@ class Owner(Protocol):
         """Called when a connection has received a complete response."""
 
     def handle_lost(self, connection: Connection, exchange: Exchange | None) -> None:
-        """Called when the server closed a connection, with the exchange that was open on it."""
+        """Called when the server closes a connection, with the exchange that was open on it."""
 
 
 class Connection(asyncio.Protocol):

@@ -1,8 +1,8 @@
 """A synthetic day: a wave with a noon rush and bursts, split among tenants and models.
 
-Shares are exact to the request: counts are rounded by largest remainder, and only the order is
-random. Within a time slot, requests arrive at random, like a Poisson process with a known number of
-events.
+Shares are exact to the request: counts are rounded by the largest remainder method, and only the
+order is random. Within a time slot, requests arrive at random, like a Poisson process with a known
+number of events.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUMBERS = {
     "cancel_within_s": 86_400,
     "batch_share": 1,
 }
-"""Upper bounds for the day's numbers. The lower bound is 0."""
+"""Upper bounds for the numbers that define a day. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Day:
         burst_share: share of requests in all bursts.
         repeat_share: share of requests that repeat an earlier one from the same tenant and model.
         cancel_share: share of requests whose caller disconnects.
-        cancel_within_s: maximum time that these callers wait.
+        cancel_within_s: maximum time that these callers wait before disconnecting.
         batch_share: share of requests at `batch` priority.
     """
 
@@ -109,14 +109,14 @@ class Day:
             )
 
     def slots(self) -> Ints:
-        """The number of requests in each slot, without bursts."""
+        """The number of requests in each slot, excluding bursts."""
         edges_s = np.linspace(0.0, DAY_S, SLOTS + 1)
         turns = edges_s / DAY_S
         waved = turns - self.swing * np.sin(2 * math.pi * turns) / (2 * math.pi)
         rushed = np.clip((edges_s - RUSH_FROM_S) / RUSH_FOR_S, 0.0, 1.0)
         steady = self.requests - self.in_bursts
         rush = round(self.rush_share * self.requests)
-        # Cumulative sums are rounded rather than individual slots, so no hour is off by more than
+        # Cumulative sums are rounded instead of individual slots, so no hour is off by more than
         # one.
         due = np.round((steady - rush) * waved + rush * rushed).astype(np.int64)
         return np.diff(due)
@@ -168,7 +168,7 @@ def arrivals_of(day: Day) -> list[Arrival]:
 
 
 class _Groups:
-    """Decides which requests repeat an earlier one for their tenant and model."""
+    """Decides which requests repeat an earlier one from the same tenant and model."""
 
     def __init__(self, day: Day) -> None:
         self._random = random.Random(day.seed)
@@ -245,7 +245,7 @@ def _shuffle(chance: np.random.Generator, values: Ints) -> Ints:
 def _apportion(count: int, shares: Sequence[float]) -> Ints:
     """Returns `count` indexes from 0 to len(shares) - 1, each as often as its share requires.
 
-    Rounds by largest remainder, so the counts add up and every count is off by less than one.
+    Rounds by the largest remainder method, so the counts add up and each is off by less than one.
     """
     exact = np.asarray(shares, dtype=np.float64) / sum(shares) * count
     counts = np.floor(exact).astype(np.int64)

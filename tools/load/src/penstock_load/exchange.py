@@ -6,13 +6,13 @@ import msgspec
 
 LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
 """Statuses of requests without a response: the connection broke, time ran out, no connection could
-be opened, or the caller disconnected. Only for an unconnected request is it certain that it never
-reached the server.
+be opened, or the caller disconnected. Only an unconnected request is certain never to have reached
+the server.
 """
 
 
 class Exchange(msgspec.Struct, omit_defaults=True):
-    """A request and its response, timed from when the request was due.
+    """A request and its response, with times measured from when the request was due.
 
     The other fields are filled in from the API's headers.
     """

@@ -45,7 +45,7 @@ class RequestForm(NamedTuple):
     items: Mix
     """Default numbers of items per request."""
     counts_input_once: bool = False
-    """True if the response counts all items' shared input once."""
+    """True if the response counts the items' shared input only once."""
     is_run: bool = False
     """True if the response is a prediction, which is polled until it finishes."""
 
@@ -81,7 +81,7 @@ def _image(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def _chat(arrival: Arrival, group: str) -> dict[str, Any]:
-    """Returns a question with this number of words, and a limit for a short answer."""
+    """Returns a question with this many words, and a limit that keeps the answer short."""
     question = arrival.input or _text(group, arrival.size or USUAL_WORDS)
     return {
         "model": arrival.model,

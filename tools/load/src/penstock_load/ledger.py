@@ -3,7 +3,7 @@
     {"run":"load-20261123T054500-9f2c01","url":"http://127.0.0.1:8080","began_at_s":1795412700.1}
     {"id":"load-20261123T054500-9f2c01-0000000","tenant":"acme","model":"all-MiniLM-L6-v2",...}
 
-The first line is the head. `id` is the `x-request-id` that was sent, which rows contain as
+The first line is the head. `id` is the `x-request-id` that was sent, which appears in rows as
 `client_request_id`.
 """
 
@@ -51,7 +51,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     ended_at_s: float
     items: int
     ending: Ending = "answered"
-    """`foreign`: something in front of Penstock responded, such as a proxy.
+    """`foreign`: something in front of Penstock, such as a proxy, responded.
 
     `unconnected`: the request was never sent. For every ending except `answered`, only the rows
     show the result.
@@ -91,7 +91,7 @@ class LedgerWriter:
         self._file.write(self._encoder.encode(head) + b"\n")
 
     def write(self, line: LedgerLine) -> None:
-        """Adds a line. It reaches the file with the next flush.
+        """Adds a line. The line is written to the file at the next flush.
 
         Raises:
             ConfigurationError: the file can't be written.

@@ -25,7 +25,7 @@ class Server(NamedTuple):
 class ConnectionPool:
     """Sends each request on a free connection, and opens up to `max_connections` connections.
 
-    Further requests wait in order, and their waiting time counts.
+    Further requests wait in order, and their wait counts toward their latency.
 
     Args:
         server: server that receives the requests.
@@ -48,14 +48,14 @@ class ConnectionPool:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests passed to `send` that have not ended."""
+        """Number of requests that were passed to `send` and have not ended."""
         return len(self._busy) + len(self._waiting)
 
     async def open(self, count: int) -> None:
         """Opens connections in advance.
 
         Raises:
-            OSError: nothing listens at the address.
+            OSError: nothing is listening at the address.
         """
         for _ in range(count):
             await self._connect()
@@ -64,13 +64,12 @@ class ConnectionPool:
         """Sends a request, or queues it for a connection.
 
         Args:
-            number: identifies the request in its exchange and for `cancel`.
-            due_s: when it is due, according to time.perf_counter(). Its latency is measured from
-                then.
+            number: identifies the request in its exchange and in `cancel`.
+            due_s: when the request is due, according to time.perf_counter(). Its latency is
+                measured from then.
         """
         if self._idle:
-            # The most recently used connection, because the server is least likely to have closed
-            # it.
+            # The most recently used connection, which the server is least likely to have closed.
             self._begin(self._idle.pop(), number, request, due_s)
             return
         self._waiting[number] = (request, due_s)

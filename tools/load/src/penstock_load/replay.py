@@ -24,7 +24,9 @@ from penstock_load.trace import Arrival
 from shared.errors import ConfigurationError, Unavailable
 
 ANSWER_LIMIT_S = 330.0
-"""Time limit after the last request. It is longer than any model's longest deadline."""
+"""Time limit for responses after the last request is sent. It is longer than any model's longest
+deadline.
+"""
 STOP_LIMIT_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.5
@@ -33,14 +35,14 @@ SERVER_ERROR = 500
 FAILED_RUN = 500
 """Status in the ledger for a prediction that was created but did not succeed."""
 YIELD_EVERY = 32
-"""If a replay is late, it pauses to handle responses after this many requests."""
+"""If a replay is running late, it pauses to handle responses after this many requests."""
 
 
 class Show(Protocol):
     """Shows the progress of a replay."""
 
     def __call__(self, look: ReplayProgress, tally: Tally) -> None:
-        """Receives events since the last call, and the totals so far."""
+        """Receives the events since the last call, and the totals so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class Pace:
 
     Args:
         speed: seconds of trace time per second.
-        most_in_flight: requests that become due at this limit are counted but not sent.
+        most_in_flight: at this limit, requests that become due are counted but not sent.
         duration_s: requests due after this time are not sent. 0 means no limit.
     """
 
@@ -113,7 +115,7 @@ class Replay:
     Args:
         target: API and keys to use.
         run: prefix of all request ids.
-        forms: request forms for all of the arrivals' models, keyed by model.
+        forms: request forms for the models of all arrivals, keyed by model.
         ledger: receives a line for each request.
         show: receives the progress every second.
     """
@@ -162,8 +164,8 @@ class Replay:
         """Sends everything, and returns once all requests have ended and are in the ledger.
 
         Raises:
-            Unavailable: nothing listens at the target; no request was sent.
-            ConfigurationError: the ledger can no longer be written, and nothing is sent without it.
+            Unavailable: nothing is listening at the target; no request was sent.
+            ConfigurationError: the ledger can no longer be written, so nothing more is sent.
         """
         try:
             await self._pool.open(1)

@@ -71,7 +71,7 @@ class LoadRows:
         """Returns the rows of a replay, without duplicates.
 
         Raises:
-            Unavailable: BigQuery is unreachable, or refused.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         rows = self._ask("check.sql", since, until, run)
         return [RowOfLoad(*row) for row in rows]

@@ -1,6 +1,6 @@
 """Runs a replay from the first request to the summary, and stops it gracefully.
 
-Progress is shown as a live table on a terminal, or otherwise as a line every LINE_EVERY_S.
+Progress is shown as a live table on a terminal, or otherwise as a line every LINE_EVERY_S seconds.
 """
 
 from __future__ import annotations
@@ -85,14 +85,15 @@ def _table(look: ReplayProgress, tally: Tally, total: int) -> Table:
 def replay(
     target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
 ) -> dict[str, Any]:
-    """Sends all requests, and returns the summary. SIGINT and SIGTERM stop it gracefully.
+    """Sends all requests and returns the summary. SIGINT and SIGTERM stop it gracefully.
 
     Args:
         run: prefix of all request ids.
         path: path of the ledger, which must not exist yet.
 
     Raises:
-        ConfigurationError: the ledger can't be written. Unavailable: nothing listens at the target.
+        ConfigurationError: the ledger can't be written. Unavailable: nothing is listening at the
+            target.
     """
     try:
         return uvloop.run(_replay(target, plan, pace, run=run, seed=seed, path=path))

@@ -26,7 +26,7 @@ class ReplayProgress(NamedTuple):
     rate: float
     """Completed requests per second."""
     p50_ms: float
-    """Latency of requests with a 200 response, from their due times. 0 if there are none."""
+    """Latency of requests with a 200 response, from when they were due. 0 if there are none."""
     p99_ms: float
 
 
@@ -38,7 +38,7 @@ class Tally:
         self.not_sent = 0
         """Requests not sent because too many were in flight."""
         self.by_outcome: Counter[str] = Counter()
-        """200, the status with the error code, or the outcome without a response."""
+        """200, the status with the error code, or how the request ended without a response."""
         self.tokens = 0
         self.cost_usd = 0.0
         self._waits_ms = array("d")
@@ -53,7 +53,7 @@ class Tally:
         """Counts a request that has ended.
 
         Args:
-            waited_ms: time from when it was due until it ended.
+            waited_ms: time from when the request was due until it ended.
         """
         self.by_outcome[outcome_of(line)] += 1
         self.tokens += line.tokens or 0
@@ -62,7 +62,7 @@ class Tally:
             self._waits_ms.append(waited_ms)
 
     def look(self, at_s: float, trace_s: float, in_flight: int) -> ReplayProgress:
-        """Returns the progress, and starts a new interval.
+        """Returns the progress and starts a new interval.
 
         Args:
             at_s: seconds since the start.
@@ -101,7 +101,7 @@ class Tally:
 
 
 def outcome_of(line: LedgerLine) -> str:
-    """Returns a request's ending in a word or two."""
+    """Describes how a request ended, in a word or two."""
     if line.ending == "foreign":
         return f"{line.status} from a proxy"
     if line.ending != "answered":

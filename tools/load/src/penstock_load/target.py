@@ -83,7 +83,10 @@ class Target:
         }
 
     def caller(self, tenant: str) -> LoadCaller:
-        """Returns the key for a tenant's requests. With `keys`, all of their tenants are known."""
+        """Returns the key for a tenant's requests.
+
+        With `keys`, the tenants of all requests are known.
+        """
         return self._callers[tenant] if self.keys else self._only
 
     def models(self) -> dict[str, ServedModel]:

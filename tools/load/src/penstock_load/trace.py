@@ -71,7 +71,7 @@ def read_trace(path: Path) -> list[Arrival]:
 
 
 def read_times(path: Path) -> list[float]:
-    """Reads the times of a trace, in seconds from its start, in order.
+    """Reads the times in a trace, in order, as seconds from its start.
 
     Raises:
         ConfigurationError: the file can't be read, or a line does not have a numeric `at_s`.

@@ -2,7 +2,7 @@
 
 Terraform adds alerts on each model's Pub/Sub subscriptions (platform/monitoring.tf). Metrics that
 our processes don't export come from DCGM (GPUs), kube-state-metrics (pods, autoscalers), KEDA, and
-Google's own metrics or, elsewhere, the exporters for Redis and probes.
+either Google's own metrics or, elsewhere, the Redis and probe exporters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from penstock_monitoring.objectives import FAST, OBJECTIVES, SLOW, Bounds, burns
 RUNBOOK = "docs/how-to/troubleshoot.md"
 
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
-"""Driver errors that mean the GPU failed, rather than a program (docs.nvidia.com/deploy/xid-errors,
-and EKS's node monitoring agent). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same list.
+"""Driver errors that indicate a failed GPU rather than a program error
+(docs.nvidia.com/deploy/xid-errors, and EKS's node monitoring agent).
+infra/kubernetes/gpu-nodes/gpu-monitor.json has the same list.
 """
 _XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
 _HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
@@ -36,14 +37,14 @@ class Alert:
     severity: Literal["CRITICAL", "WARNING"]
     """CRITICAL: someone must act now. WARNING: within days."""
     query: str
-    """PromQL. Each series that it returns is an incident."""
+    """PromQL. Each series that the query returns is an incident."""
     for_s: int = 0
     """How long the query must return a series before the alert fires."""
     every_s: int = 60
     """How often the query is evaluated."""
     log_filter: str = ""
-    """A Cloud Logging filter, for sources that Google does not scrape. ${service} in it is the name
-    of the function's service.
+    """A Cloud Logging filter, for sources that Google does not scrape. In it, ${service} is the
+    name of the function's service.
     """
 
     @property
@@ -80,8 +81,7 @@ def alerts(bounds: Bounds) -> list[Alert]:
     return sorted([*of_objectives, *_OTHERS, *_CLUSTER], key=lambda alert: alert.key)
 
 
-# Conditions that the objectives do not show, or show too late: lost rows, unread keys, causes of
-# slowness.
+# Conditions that the objectives miss or show too late: lost rows, unread keys, causes of slowness.
 _OTHERS = (
     Alert(
         "cache-down",
@@ -99,7 +99,7 @@ _OTHERS = (
     ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
-        # Without metrics, objectives stay silent, and an API that is down doesn't export any.
+        # Without metrics, objectives stay silent, and an API that is down exports none.
         "metrics-missing",
         "Metrics: none arrive from the API",
         "CRITICAL",
@@ -170,7 +170,7 @@ _CLUSTER = (
         "autoscaler-blind",
         "Autoscaler: it can't read its metrics",
         "CRITICAL",
-        # After six failed reads, one every 5 s, KEDA falls back to the current number.
+        # After six failed reads, one every 5 s, KEDA falls back to the current number of replicas.
         "sum by (scaledObject) (increase(keda_scaler_detail_errors_total[5m])) > 6",
         for_s=120,
     ),
@@ -224,7 +224,7 @@ ON_GOOGLE = (
     Alert(
         *_SHORT_OF_MEMORY,
         "WARNING",
-        # Old results are evicted first, when a node is 80% full. Memory above that can't be
+        # Old results are evicted first, when a node is 80% full. Memory used beyond that can't be
         # evicted.
         "max by (instance_id) (memorystore_googleapis_com:instance_memory_maximum_utilization"
         '{monitored_resource="memorystore.googleapis.com/Instance"}) > 0.9',
@@ -282,4 +282,4 @@ OF_FUNCTIONS = (
         ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
     ),
 )
-"""Alerts on functions. Nothing scrapes functions on Google, so the alerts read logs there."""
+"""Alerts on functions. On Google Cloud, nothing scrapes functions, so their alerts read logs."""

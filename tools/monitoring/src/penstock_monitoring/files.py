@@ -1,8 +1,8 @@
 """Writes alerts and dashboards into folders, both for the repository and for users.
 
-- A Prometheus that runs alongside the local stack gets a configuration, with its alerts as rules,
-both in a separate file and as objects for two operators. Ratios are recorded, so that a graph shows
-the values an alert used, and windows of several days are evaluated only every two minutes.
+- A Prometheus that runs alongside the local stack gets a configuration, plus its alerts as rules,
+both in a separate file and as objects for two operators. Ratios are recorded so that a graph shows
+the values an alert used and windows of several days are evaluated only every two minutes.
 - Cloud Monitoring gets templates, which Terraform reads with `templatefile`, replacing `${…}` with
 targets and prices. Its alerts can't use recorded series, so they contain the full expression.
 """
@@ -69,7 +69,7 @@ OLDEST_JOB = Panel(
         ),
     ),
 )
-"""Pub/Sub's own metric, which only exists on Google."""
+"""Pub/Sub's own metric, which exists only on Google Cloud."""
 
 NAME = "penstock"
 RATIO, BAD = "penstock:slo_errors:ratio", "penstock:slo_bad:increase"
@@ -258,7 +258,7 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
     """Returns the Prometheus configuration for `penstock up`.
 
     Args:
-        catalog: the models. Their workers' series get a `worker` label.
+        catalog: the models. The series from its workers get a `worker` label.
         rules_file: path of the rules, relative to the configuration.
     """
     workers = [

@@ -1,7 +1,7 @@
 """The usage dashboard for Grafana's BigQuery data source, as JSON to import or provision.
 
-Its panels contain GoogleSQL on the views of infra/bigquery. In a query, Grafana replaces
-$__timeFilter, $__timeGroup and ${...} with the page's time range, the chart's step and the
+Its panels contain GoogleSQL queries on the views in infra/bigquery. In a query, Grafana replaces
+$__timeFilter, $__timeGroup, and ${...} with the page's time range, the chart's step, and the
 variables. The filter on `day` prunes the views' partitions.
 https://grafana.com/docs/plugins/grafana-bigquery-datasource/latest/query-editor/
 """
@@ -49,7 +49,7 @@ class UsagePanel:
     title: str
     shape: Shape
     unit: UsageUnit
-    """percent: a fraction of 1."""
+    """percent: the value is a fraction of 1."""
     sql: str
     about: str = ""
     """A description, if the title is not sufficient."""
@@ -64,7 +64,7 @@ class UsageSection:
 
 
 def _by_step(value: str, name: str, view: str, filters: str) -> str:
-    """Returns a query for time, metric and value."""
+    """Returns a query for time, metric, and value."""
     return (
         f"SELECT {_STEP} AS time, {name} AS metric, {value} AS value\n"
         f"FROM `${{dataset}}.{view}`\nWHERE {filters}\nGROUP BY time, metric\nORDER BY time, metric"
@@ -212,7 +212,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
         "uid": UID,
         "title": "Penstock usage",
         "tags": ["penstock"],
-        # The views use UTC hours, and so do daily steps.
+        # The views use UTC hours, so daily steps are in UTC as well.
         "timezone": "utc",
         "editable": True,
         "schemaVersion": SCHEMA_VERSION,

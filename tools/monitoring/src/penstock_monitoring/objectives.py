@@ -1,4 +1,4 @@
-"""Service level objectives, and PromQL for their error ratios and burn rates.
+"""Service-level objectives, and the PromQL for their error ratios and burn rates.
 
 Windows and burn rates follow chapter 5 of the SRE workbook ("Alerting on SLOs", table 5-8 and
 "Multiwindow, Multi-Burn-Rate Alerts", https://sre.google/workbook/alerting-on-slos/). A burn rate
@@ -17,9 +17,9 @@ DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
 """Share of events that must be good. Same values as in Terraform's `slos` variable."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
-"""On-demand price of a g2-standard-8 in us-central1, with one L4 (infra/terraform/prices.yaml)."""
+"""On-demand price of a g2-standard-8 with one L4 in us-central1 (infra/terraform/prices.yaml)."""
 Scope: TypeAlias = Literal["model", "all"]
-"""Each model separately, or all models together, which has no label."""
+"""Each model separately, or all models together, a total without a label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _NO_PROBES = 'route!~"/health|/healthz|/livez|/readyz"'
 
@@ -62,7 +62,7 @@ OBJECTIVES = (AVAILABILITY, DEADLINES)
 
 @dataclass(frozen=True)
 class BurnRate:
-    """An alert condition: the budget burns this fast in both a long window and a short one.
+    """An alert condition: the budget burns at this rate in both a long window and a short one.
 
     The short window resolves the alert soon after the errors stop.
     """
@@ -75,7 +75,7 @@ class BurnRate:
 FAST = (BurnRate(14.4, "1h", "5m"), BurnRate(6, "6h", "30m"))
 """Requires action now: 2% of a 30-day budget in an hour, or 5% in six hours."""
 SLOW = (BurnRate(3, "1d", "2h"), BurnRate(1, "3d", "6h"))
-"""Requires action this week: 10% in one day, or in three days."""
+"""Requires action this week: 10% of the budget in one day or in three days."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
 def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
     """Returns PromQL for the share of bad events in a window.
 
-    There is no series until there is a bad event.
+    There is no series until the first bad event.
     """
     bad = bad_events(objective, window, scope)
     return f"{bad} / {valid_events(objective, window, scope)}"
@@ -132,8 +132,8 @@ def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> 
     """Returns PromQL for models whose budget burns at one of the rates. The total has no label.
 
     A few events prove little: one bad event out of 20 would be a burn rate of 50. So a minimum
-    number of bad events is also required. A minimum number of total events would silence alerts for
-    a small service that is down.
+    number of bad events is also required. Requiring a minimum number of total events instead would
+    silence alerts for a small service that is down.
     """
     return " or ".join(_burns(objective, rate, bounds, scope) for scope in SCOPES for rate in rates)
 

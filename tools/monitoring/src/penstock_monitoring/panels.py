@@ -1,7 +1,7 @@
 """The dashboards' contents: sections of panels with their PromQL, for Google and Grafana.
 
-The `model` and `lane` labels come from the API. `worker` is added by the collector to all pods of a
-model, because their own metrics don't name their deployment.
+The `model` and `lane` labels come from the API. The collector adds `worker` to all pods of a model,
+because their own metrics don't name their deployment.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SAVED_WORKERS = (
     f"sum by (worker) (({_ITEM_S})"
     f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
 )
-"""PromQL: worker seconds per second that the cache saved."""
+"""PromQL: worker seconds saved by the cache per second."""
 
 
 @dataclass(frozen=True)
 class PanelQuery:
-    """A PromQL query, and the name of its series: text with {{label}} in it."""
+    """A PromQL query, and the name of its series: text that contains {{label}}."""
 
     promql: str
     legend: str
@@ -42,7 +42,7 @@ class Panel:
 
     title: str
     unit: Unit
-    """percent: a fraction of 1."""
+    """percent: the value is a fraction of 1."""
     queries: tuple[PanelQuery, ...]
     about: str = ""
     """A description, if the title is not sufficient."""

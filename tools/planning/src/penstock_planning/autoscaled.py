@@ -1,7 +1,7 @@
 """How many workers the autoscaler requests under a given load, for both plans and simulations.
 
 Quotas and limits sized for the average load would hold back the autoscaler: it counts arrivals over
-a short period, so the counts vary, and it requests even more workers while catching up after a
+a short period, so its counts vary, and it requests even more workers while catching up after a load
 step. tools/planning/tests/simulation/test_bounds.py compares the rule to simulations.
 """
 
@@ -14,7 +14,7 @@ from infra.kubernetes.autoscaling import ARRIVED, MAX_UTILIZATION, UTILIZATION
 
 ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
-"""How many standard deviations to allow for in the arrivals within ARRIVED_S.
+"""How many standard deviations of arrivals within ARRIVED_S to allow for.
 
 About one in 30,000 intervals exceeds this, or one every 31 days.
 """

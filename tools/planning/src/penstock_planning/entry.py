@@ -1,4 +1,4 @@
-"""Entries in the files for plans and scenarios.
+"""Entries in plan and scenario files.
 
 Unknown keys and infinite numbers are rejected.
 """

@@ -19,7 +19,7 @@ class ItemLoad(Entry):
     seconds_per_item: float | None = Field(None, gt=0)
     """Seconds that one worker takes per item, in full batches.
 
-    Generating a text on its own takes many times its share of a full worker.
+    Generating a text alone takes many times as long as its share of a full worker.
     """
     seconds_per_work: float | None = Field(None, gt=0)
     """Used in place of seconds per item for a class with `work`: worker seconds per unit of work.
@@ -27,14 +27,15 @@ class ItemLoad(Entry):
     work_per_item: float | None = Field(None, gt=0)
     """Average result of the class's `work` for an item. batch.max_work then limits the batch."""
     tokens_per_item: float | None = Field(None, gt=0)
-    """Tokens per item. batch.max_tokens then limits the batch, otherwise batch.max_items.
+    """Tokens per item. If this is set, batch.max_tokens limits the batch; otherwise,
+    batch.max_items does.
 
     Tokens for a generated text: its prompt and its `max_tokens`.
     """
     measured: str = ""
-    """Source of the seconds: the command, GPU, and day."""
+    """Source of the seconds: the command, GPU, and date."""
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
-    """Share of a GPU's rate that remains when workers share it, measured by bench.gpu."""
+    """Share of a GPU's rate that remains when workers share it, as measured by bench.gpu."""
 
     @model_validator(mode="after")
     def _seconds_are_said_once(self) -> Self:
@@ -91,7 +92,7 @@ def _item_work(model: Model, load: ItemLoad) -> float | None:
 
 
 def batch_items(model: Model, load: ItemLoad) -> int:
-    """Returns the items in a full batch: typical items that fit the budget, at most max_items."""
+    """Returns the size of a full batch: typical items that fit the budget, at most max_items."""
     item_work = _item_work(model, load)
     return (
         max(1, min(model.batch.max_items, int(model.budget // item_work)))

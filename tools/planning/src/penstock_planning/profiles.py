@@ -1,4 +1,4 @@
-"""Figures from device profiles (`penstock optimize MODEL --device`), not assumptions."""
+"""Measurements from device profiles (`penstock optimize MODEL --device`), not assumptions."""
 
 from __future__ import annotations
 

@@ -170,8 +170,8 @@ def test_quotas_hold_the_peak_and_what_chance_adds() -> None:
     platform = Platform.model_validate({"nodes": {"overflow": "a100"}, "domain": "api.example.com"})
     plan = plan_of(entry(), rates={"texts": rate(10, peak_per_s=1000)}, platform=platform)
     needed = {(quota.name, quota.place): quota.needed for quota in plan.quotas}
-    # 10 Erlangs: 15 workers. Allowing for 4 standard deviations of 90,000 arrivals, with all
-    # workers busy at 0.9 utilization, takes 17 workers.
+    # 10 Erlangs: 15 workers. Allowing for 4 standard deviations above 90,000 arrivals, with all
+    # workers busy at 0.9 utilization, requires 17 workers.
     (pool,) = plan.sites[0].pools
     assert (pool.nodes_peak, pool.nodes_most) == (15, 17)
     for gpus in ("NVIDIA_L4_GPUS", "PREEMPTIBLE_NVIDIA_L4_GPUS", "NVIDIA_A100_GPUS"):

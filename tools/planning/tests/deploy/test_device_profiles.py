@@ -54,7 +54,7 @@ OF_IMAGES: dict[str, Any] = {
 
 
 def words(folder: Path, rates: dict[str, Any], *profiles: DeviceProfile) -> list[str]:
-    """Writes a catalog, rates and profiles. Returns the options of `deploy plan`."""
+    """Writes a catalog, rates and profiles. Returns the options for `deploy plan`."""
     (folder / "models.yaml").write_text(json.dumps({"models": [TEXTS, IMAGES]}))
     (folder / "rates.yaml").write_text(json.dumps({"models": rates}))
     for number, figures in enumerate(profiles):

@@ -47,7 +47,8 @@ def test_distance_to_the_broker_is_held_and_counted() -> None:
         for trip_s in (0.0, 0.05, 1.0, 5.0)
     )
     assert near.held_jobs == 2 * 16
-    # A permit is reused after two round trips and 20 ms. Half of a waiting batch covers 25 ms.
+    # A permit is reused after two round trips and 20 ms. Half of the waiting batch covers 25 ms of
+    # that.
     assert usual.held_jobs == 2 * 16 + math.ceil(320 * (0.1 + 0.02 - 0.025))
     assert far.held_jobs == moon.held_jobs == 2 * 16 + 320, "at most a second of work"
     assert usual.repeated_s == pytest.approx(usual.held_jobs / 320)
@@ -137,7 +138,7 @@ TEXT: dict[str, Any] = {
 
 
 def test_texts_are_sized_by_their_tokens() -> None:
-    # 8,192 tokens of keys and values hold 16 texts of 300 tokens each, or 8 texts of 1,000.
+    # 8,192 tokens of keys and values have room for 16 texts of 300 tokens, or 8 of 1,000.
     for tokens, items in ((300, 16), (1000, 8)):
         demand = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
         plan = plan_of(entry(**TEXT), rates=demand)
@@ -173,7 +174,7 @@ def test_texts_wait_for_a_place_and_not_for_a_batch() -> None:
 
 
 def test_short_deadlines_take_more_workers_for_texts_too() -> None:
-    # 0.68 of a worker, all 16 places of which are occasionally taken, for 3.2 s each.
+    # 0.68 of a worker; all 16 of its places are occasionally taken, for 3.2 s each.
     demand = {"texts": rate(3.4, seconds_per_item=0.2)}
     easy, hard = (
         plan_of(entry(**TEXT, deadline={"default_s": limit_s}), rates=demand).sites[0].workers[0]
@@ -189,8 +190,8 @@ def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
 
 
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
-    # A response takes about 0.1 s of network time and 0.16 s of batch time, so at 1,000 per second,
-    # about 270 requests are open.
+    # A response takes about 0.1 s of network time and 0.16 s of batch time, so at 1,000 requests
+    # per second, about 270 are open.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
     assert plan.sites[0].api_peak == 4
     assert plan_of(entry(), rates={"texts": rate(1000, hit_share=1)}).sites[0].api_peak == 1

@@ -71,7 +71,7 @@ def test_lost_metrics_take_no_worker(outage: dict[str, Any]) -> None:
     away = {"kind": "metrics_outage", "at_s": 300, "for_s": 1200} | outage
     result = run("sd-constant", "duration_s=1800", *SMALL, events=[away])
     assert result.summary.workers_lost == {}
-    # No GPUs are paid for without being used, either.
+    # Nor are any GPUs paid for without being used.
     (model,) = result.summary.models
     assert model.replicas.most <= 1.2 * model.replicas.mean
 
@@ -157,9 +157,8 @@ def test_nobody_asking_leaves_no_worker() -> None:
 
 
 def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
-    # Callers in the first region send work for eight workers, but it gets only two GPUs. Arrivals
-    # cause the other region to request three workers, but it ends up doing the rest of the ten
-    # workers' work.
+    # The first region gets work for eight workers, but only two GPUs. Arrivals cause the other
+    # region to request three workers, but it ends up doing the rest of the work for ten workers.
     result = run(
         "sd-constant",
         "duration_s=3000",

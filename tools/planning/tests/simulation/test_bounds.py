@@ -21,7 +21,7 @@ SHARED = {"gpu": {"type": "l4", "share": 4}}
 
 
 def requested(entry: dict[str, Any], per_s: float, **given: Any) -> tuple[int, float]:
-    """Returns the GPUs that the plan requests at a rate: the pool's limit and the quota."""
+    """Returns the GPUs that the plan requests at a given rate: the pool's limit and the quota."""
     model = Model.model_validate(ENTRY | entry)
     plan = plan_of(
         model,
@@ -63,7 +63,8 @@ def test_plan_and_simulation_ask_for_the_same_gpus(
 
 
 def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
-    # Work for 12 processes, on pods with two each. The autoscaler used to request 18 pods.
+    # Work for 12 processes, on pods with two processes each. The autoscaler used to request 18
+    # pods.
     load = {"arrivals": [{"kind": "constant", "per_s": 12}], "start_replicas": 6}
     entry = {"gpu": {"type": "none"}, "replicas": {"min": 2, "max": 50}}
     (summary,) = simulate(

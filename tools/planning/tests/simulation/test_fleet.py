@@ -65,7 +65,8 @@ def test_a_worker_with_idle_neighbors_has_the_whole_gpu() -> None:
 
 
 def test_a_lost_worker_gives_its_jobs_back() -> None:
-    # Jobs of 60 s take longer than the notice period. The replacement workers come with new nodes.
+    # Jobs of 60 s take longer than the notice period. The replacement workers arrive with new
+    # nodes.
     lost = [{"kind": "spot_loss", "at_s": 20, "share": 1.0}]
     stream = {"kind": "constant", "per_s": 0.5, "spacing": "even", "until_s": 5}
     result = simulate(

@@ -1,4 +1,4 @@
-"""GPU failures in a simulation: jobs move, nodes are drained, an alert fires, quotas hold."""
+"""GPU failures in a simulation: jobs move, nodes drain, an alert fires, and quotas hold."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert (model.refused, model.expired, model.lost) == (0, 0, 0)
     assert model.served == model.arrived - model.open
     assert result.summary.workers_lost == {"GPU failed": 1}
-    # Its running jobs wait until it exits, and its place becomes free once its node is drained.
+    # A worker's running jobs wait until it exits, and its place becomes free once its node is
+    # drained.
     assert max(result.recorder.models["model"].answer_s) > 20
     ready = {sample.at_s: sample.ready for sample in result.recorder.samples}
     assert {count for at_s, count in ready.items() if 625 <= at_s < 700} == {9}
@@ -51,7 +52,7 @@ def test_somebody_is_called_within_two_rounds_of_the_alert() -> None:
     (failure,) = run(events=[FAILURE]).summary.gpu_failures
     assert failure.alert_s is not None
     assert 0 < failure.alert_s <= 120
-    # Its metrics are also lost for ten minutes, so no alert can fire until they are back.
+    # The metrics are also lost for ten minutes, so no alert can fire until they are back.
     away = {"kind": "metrics_outage", "at_s": 590, "for_s": 600, "what": "samples"}
     (blind,) = run(events=[FAILURE, away]).summary.gpu_failures
     assert blind.alert_s is not None

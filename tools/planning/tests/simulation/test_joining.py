@@ -13,8 +13,8 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=10)
 
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
-"""The startup times of a node and a pod, the time the autoscaler takes to notice and order them, a
-step with more than four workers, and the deadline of the texts that arrived earlier.
+"""The startup times of a node and a pod, the time the autoscaler takes to notice the need and order
+them, a step with more than four workers, and the deadline of the texts that arrived earlier.
 """
 
 

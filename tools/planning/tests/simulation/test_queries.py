@@ -123,8 +123,8 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
     assert world.ask(OF_TWO.arrivals()) == pytest.approx(0.5 * 3.0 / 2)
     waiting = 90 * 3.0 / MODEL.deadline.default_s
     assert world.ask(QUERIES.work()) == pytest.approx(1.0 + waiting)
-    # The busy fraction is per worker, no matter how many processes it has. Only the seconds are per
-    # process.
+    # The busy fraction is per worker, no matter how many processes the worker has. Only the seconds
+    # are counted per process.
     assert world.ask(OF_TWO.work()) == pytest.approx(1.0 + waiting / 2)
     of_one, of_two = QUERIES.messages(), OF_TWO.messages()
     assert of_one is not None
@@ -137,7 +137,8 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
 def test_items_count_for_their_seconds_less_what_was_spare(
     spare: float | None, seconds: float
 ) -> None:
-    # For workers that don't report it, such as older versions, all of their time counts as busy.
+    # For workers that don't report the busy fraction, such as older versions, all of their time
+    # counts as busy.
     world = World().api(per_s=0.5).api(priority="batch").worker("a", 0.9)
     world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
     assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)

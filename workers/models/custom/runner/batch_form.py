@@ -2,7 +2,7 @@
 
 It may be asynchronous (`async def`), but it still computes one batch at a time.
 
-`Input` is a pydantic model, a `cog.BaseModel` or a dataclass. Its fields are the inputs of one
+`Input` is a pydantic model, a `cog.BaseModel`, or a dataclass. Its fields are the inputs of one
 prediction, with the same types and constraints as in `predict`. Other pydantic constraints are
 checked when an `Input` is created.
 """
@@ -48,7 +48,8 @@ def read_batch_form(target: Any) -> BatchForm:
     """Inspects a class's `predict_batch`.
 
     Raises:
-        ValueError: the method's form is different. The message explains what is wrong.
+        ValueError: the method's signature does not have this form. The message explains what is
+            wrong.
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -88,7 +89,7 @@ def _without_errors(output: Any) -> Any:
 
 
 def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
-    """Returns each field's type, default, and constraints, keyed by name."""
+    """Returns each field's type, default, and constraints, keyed by field name."""
     if inspect.isclass(element):
         hints = typing.get_type_hints(element, include_extras=True)
         model_fields = getattr(element, "model_fields", None)

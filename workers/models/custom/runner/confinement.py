@@ -4,23 +4,23 @@ Linux only, on a best-effort basis.
 
 The runner exits if its parent does. It is the first process that the system kills when memory runs
 low. It has no capabilities, so it can't look into other processes even if it runs as root: the
-system lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities
-don't exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can
-write only there and under its scratch folder.
+system lets a process read another's memory and `/proc/<pid>/environ` only if the other's
+capabilities don't exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private,
+and it can write only there and under its scratch folder.
 
 - Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
 process can't access processes outside its restrictions, so it can't read their
 `/proc/<pid>/environ` or their memory, no matter which user owns them. Starting with ABI 6 (Linux
-6.12), it also can't send them signals or connect to their abstract Unix sockets. Child processes
-inherit these restrictions, which can't be undone.
+6.12), it also can't send those processes signals or connect to their abstract Unix sockets. Child
+processes inherit these restrictions, which can't be undone.
 - A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder that disappears along with
 the runner, because classes write to fixed names such as `/tmp/out.png`. This requires the
 corresponding capability, or user namespaces, which not all systems grant to everyone
 (user_namespaces(7)).
 
 - In such a namespace, the class's folder is mounted below the class's view of it (overlayfs,
-available to everyone from Linux 5.11 on), so the class may change every file, and its changes are
-stored in its scratch folder. The view also appears at `/src`, where Cog puts it.
+available to everyone since Linux 5.11), so the class may change any file, and its changes are
+stored in its scratch folder. The view also appears at `/src`, where Cog puts the class's folder.
 
 `run_confined` does the same for another program, such as a package installer.
 """
@@ -51,7 +51,7 @@ ioctls are allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule co
 because CUDA reads /proc/driver/nvidia and /sys.
 """
 OWN_THREADS = "/proc/self/task"
-"""CUDA names its threads there. CUDA fails to start if it can't do so
+"""CUDA names its threads in this folder. CUDA fails to start if it can't do so
 (CUDA_ERROR_OPERATING_SYSTEM).
 
 The folder contains only the threads of the process itself, not its child processes' threads.
@@ -71,7 +71,7 @@ _SIGNALS_FROM_ABI = 6
 
 TMP = "/tmp"
 MAX_SEARCHED_ENTRIES = 10_000
-"""Maximum number of files and folders that are searched for symbolic links."""
+"""Maximum number of files and folders to search for symbolic links."""
 MAX_LINKS = 40
 """Maximum number of links on the path to a file, as in Linux (path_resolution(7))."""
 _PR_SET_DUMPABLE = 4
@@ -79,7 +79,7 @@ _NEW_MOUNTS, _NEW_USER = 0x0002_0000, 0x1000_0000
 _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 _NO_SUID, _NO_DEV, _NO_EXEC, _NO_ATIME, _NO_DIR_ATIME = 1 << 1, 1 << 2, 1 << 3, 1 << 10, 1 << 11
 _KEPT_FLAGS = _NO_SUID | _NO_DEV | _NO_EXEC | _NO_ATIME | _NO_DIR_ATIME
-"""Options that a mount in a user namespace must keep. statvfs uses the same numbers."""
+"""Mount options that must be kept in a user namespace. statvfs uses the same numbers."""
 _ST_RELATIME, _RELATIME = 1 << 12, 1 << 21
 
 
@@ -96,7 +96,7 @@ class Confined(NamedTuple):
 
     Attributes:
         missing: descriptions of the confinement features that this system doesn't support.
-        view: path of the class's view of its folder, which is `/src` if possible.
+        view: path of the class's view of its folder: `/src` if possible.
     """
 
     missing: list[str]
@@ -140,13 +140,13 @@ def confine(
     max_file_bytes: int = 0,
     folder: str = "",
 ) -> Confined:
-    """Gives up everything that a class's code doesn't need.
+    """Gives up all privileges that a class's code doesn't need.
 
     Args:
         scratch: the folder under which the process may write. It contains the view.
         read_only: folders the process reads, which stay in place if they are under `/tmp`.
         followed: more such folders. The targets of their symbolic links stay in place as well.
-        denied_ports: TCP ports it may not connect to.
+        denied_ports: TCP ports the process may not connect to.
         max_file_bytes: maximum size of a file the process writes. 0 means unlimited.
         folder: the class's folder, which is mounted below the view. Empty if there is no folder.
     """
@@ -165,7 +165,7 @@ def confine(
     if not take_private_tmp(Path(scratch, "tmp"), places):
         missing.append("no mount namespace: it shares /tmp with other processes and has no /src")
     elif folder:
-        # Without this, the class has links to large files, and can't write to them.
+        # Without this, the class has links to large files and can't write to those files.
         lay_below(Path(view), Path(folder), Path(scratch, "work"))
         view = SRC if show_at_src(Path(view), Path(scratch, "root")) else view
     missing += _give_up([scratch, SHARED_MEMORY, TMP, view])
@@ -175,7 +175,7 @@ def confine(
 
 
 def run_confined(writable: Sequence[str], command: Sequence[str]) -> None:
-    """Replaces this process with a program without capabilities, confined to these folders."""
+    """Replaces this process with a program that has no capabilities, confined to these folders."""
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     _give_up(writable)
     os.execv(command[0], list(command))
@@ -214,11 +214,11 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
     `no_new_privs` must be set.
 
     Args:
-        folders: everything under them may be written, created and removed. Missing folders are
+        folders: anything under them may be written, created, or removed. Missing folders are
             skipped.
-        files_of: folders whose files may be written to, but not created or removed. The folders
-            stay open, because a rule applies to an inode, and /proc recreates an inode once it is
-            no longer open anywhere.
+        files_of: folders whose files may be written to, but not created or removed. The folders are
+            kept open, because a rule applies to an inode, and /proc recreates an inode once nothing
+            has it open.
 
     Returns:
         The version of Landlock, or 0 if nothing was restricted.
@@ -247,8 +247,8 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
 def deny_tcp(ports: Sequence[int]) -> bool:
     """Keeps this process from connecting to these TCP ports on any machine.
 
-    Landlock only supports lists of allowed ports, so all others are allowed one by one, which takes
-    0.2 s. Every rule set, even one that covers only ports, also prevents moving files between
+    Landlock supports only lists of allowed ports, so all other ports are allowed one by one, which
+    takes 0.2 s. Every rule set, even one that covers only ports, also prevents moving files between
     folders (EXDEV) unless it allows such moves, so this one allows them everywhere.
 
     Returns:
@@ -271,7 +271,7 @@ def deny_tcp(ports: Sequence[int]) -> bool:
 def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
     rule = _NetPort(_CONNECT_TCP, 0)
     call = _syscall()
-    # Created only once, because recreating them for each port takes three times as long.
+    # Created only once, because recreating it for each port takes three times as long.
     numbers = [ctypes.c_long(number) for number in (_ADD_RULE, ruleset, _NET_PORT)]
     reference, flags = ctypes.byref(rule), ctypes.c_long(0)
     for port in ports:
@@ -280,7 +280,7 @@ def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
 
 
 def scopes_signals(abi: int) -> bool:
-    """Returns whether this version confines signals."""
+    """Returns whether this Landlock version confines signals."""
     return abi >= _SIGNALS_FROM_ABI
 
 
@@ -298,7 +298,7 @@ def _allow(ruleset: int, folder: str, access: int, *, stays_open: bool = False) 
 
 
 def _call(number: int, *arguments: object) -> int:
-    """Makes a system call. Returns -1 if it fails, or if this is not Linux."""
+    """Makes a system call. Returns -1 on failure, or if this is not Linux."""
     syscall = _syscall()
     if syscall is None:
         return -1
@@ -319,7 +319,7 @@ def _syscall() -> Any:
 
 
 class KeptPlaces(NamedTuple):
-    """Places that stay visible when `/tmp` is replaced.
+    """Paths that stay visible when `/tmp` is replaced.
 
     Attributes:
         paths: real paths of files and folders. Only the first one is writable.
@@ -331,7 +331,7 @@ class KeptPlaces(NamedTuple):
 
 
 def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
-    """Resolves these paths, and any links inside the ones in `followed`.
+    """Resolves these paths, and any links inside the paths in `followed`.
 
     Folders that links lead to are also searched for links, if they are under `/tmp`. The search
     stops after MAX_SEARCHED_ENTRIES files and folders.
@@ -422,7 +422,7 @@ def take_private_tmp(folder: Path, places: KeptPlaces) -> bool:
 
 
 def _outermost(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths under `/tmp`, excluding those inside another one."""
+    """Returns the paths under `/tmp`, excluding any inside another of the paths."""
     below = [path for path in paths if Path(TMP) in path.parents]
     return [path for path in below if not any(other in path.parents for other in below)]
 
@@ -455,11 +455,11 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
     These links are removed, because their targets are visible without them.
 
     Args:
-        view: receives everything that is written there.
-        work: a folder that the system needs, on the view's disk. It is created.
+        view: receives everything that is written to the mounted folder.
+        work: a folder that overlayfs needs, on the same disk as the view. It is created.
 
     Returns:
-        True if it succeeded. If not, the view is unchanged, and `work` may exist.
+        True if it succeeded. If it failed, the view is unchanged, and `work` may exist.
     """
     folder = folder.resolve()
     if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
@@ -478,13 +478,14 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
                 link.symlink_to(target)
         return False
     with contextlib.suppress(OSError):
-        # The system creates this folder without permissions, and measuring disk usage reads it.
+        # The system creates this folder without permissions, and measuring disk usage has to read
+        # it.
         (work / "work").chmod(0o700)
     return True
 
 
 def _is_in(folder: Path, name: Path) -> bool:
-    """True if a name is in the folder itself and not reached through a link."""
+    """True if a name is in the folder itself rather than reached through a link."""
     return os.path.realpath(folder / name) == str(folder / name)
 
 

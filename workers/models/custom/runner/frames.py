@@ -1,7 +1,7 @@
 """Messages between a worker and a class's runner: JSON followed by bytes.
 
-A frame consists of the length in bytes of its JSON (unsigned 32-bit, little-endian), the JSON, and
-the bytes of its blobs, one after another. `blobs` in the JSON contains the blobs' lengths.
+A frame consists of the JSON's length in bytes (unsigned 32-bit, little-endian), the JSON, and the
+bytes of its blobs, one after another. `blobs` in the JSON contains the blobs' lengths.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 40 * 1024 * 1024
-"""Enough for two maximum-size outputs in one frame, for a process that compares them."""
+"""Enough for two maximum-size outputs in one frame, for a process that compares outputs."""
 MAX_ANSWER_JSON_BYTES = 8 * 1024 * 1024
 """Maximum JSON size of one frame from a process. Larger outputs are blobs."""
 MAX_INLINE_BYTES = 1024 * 1024
@@ -27,7 +27,7 @@ MAX_BLOBS_BYTES = 256 * 1024 * 1024
 MAX_BLOBS = 16_384
 """More than the number of files in two maximum-size outputs, or in any single input."""
 BATCH = -1
-"""The number used to cancel a batch."""
+"""The number that a cancellation uses for a whole batch."""
 
 
 class Frame(NamedTuple):
@@ -41,8 +41,8 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     """Returns a message's bytes.
 
     Raises:
-        ValueError: the message is too large, or contains NaN, an infinite number, or half of a
-            surrogate pair, which JSON in UTF-8 can't represent.
+        ValueError: the message is too large, or contains NaN, an infinite number, or an unpaired
+            surrogate, which JSON in UTF-8 can't represent.
     """
     whole = message | {"blobs": [len(blob) for blob in blobs]}
     encoded = encode_json(whole)
@@ -55,19 +55,19 @@ def encode_json(value: Any) -> bytes:
     """Encodes JSON in UTF-8.
 
     Raises:
-        ValueError: the value contains NaN, an infinite number, or half of a surrogate pair.
+        ValueError: the value contains NaN, an infinite number, or an unpaired surrogate.
     """
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class FrameReader:
-    """Assembles frames from the pieces received from a socket."""
+    """Assembles frames from the data received from a socket."""
 
     def __init__(self, max_json_bytes: int = MAX_JSON_BYTES) -> None:
         self._max_json_bytes = max_json_bytes
         self._data = bytearray()
         self._begun: tuple[dict[str, Any], list[int]] | None = None
-        """The message whose blobs have not yet arrived, and the blobs' lengths."""
+        """The message whose blobs have not all arrived, and the blobs' lengths."""
 
     def feed(self, piece: bytes) -> None:
         self._data += piece

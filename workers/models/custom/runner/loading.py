@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
     signature: Signature
     concurrency: int
     notes: list[str]
-    """Methods that are not called here, with the reasons."""
+    """Methods that are not called here, each with the reason."""
     element: Callable[..., Any] | None = None
     """Creates an element of the list that `predict_batch` takes.
 
@@ -200,7 +200,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "cog.yaml"
     if not file.is_file():
         return {}
-    import yaml  # takes a tenth of the startup time, so classes without cog.yaml skip it
+    import yaml  # takes a tenth of the startup time, so it is skipped for classes without cog.yaml
 
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -236,7 +236,7 @@ def _module(folder: Path, name: str) -> ModuleType:
 
 
 def _hides_a_module(folder: Path) -> bool:
-    """Returns whether a file or package hides a standard module or Cog's HTTP client."""
+    """Returns whether a file or package shadows a standard library module or Cog's HTTP client."""
     return any(
         path.stem in _NAMES and (path.suffix == ".py" or path.is_dir()) for path in folder.iterdir()
     )

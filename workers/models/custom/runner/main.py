@@ -6,14 +6,14 @@ It receives `{"id", "input", "files", "context"}` with the files' bytes, and `{"
 "kind"}`.
 
 A class with `predict_batch` receives `{"batch"}` with the number of predictions whose frames
-follow. It responds to them together, or with `{"batch_error", "kind"}` if the batch failed as a
-whole.
+follow. It responds to all of them together, or with `{"batch_error", "kind"}` if the batch failed
+as a whole.
 
 A runner started only to answer questions does not set up the class. It responds to an input with
 its `work`, and to `{"id", "outputs", "files"}` with whether the two outputs are `close`.
 
 A synchronous class runs on the main thread, where SIGUSR1 raises Cog's cancellation exception. An
-asynchronous one runs as tasks, and a cancellation cancels one of them.
+asynchronous class runs as tasks, and a cancellation cancels one of them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ def main(
 def _confine(
     folder: str, scratch: str, denied_ports: Sequence[int], disk_bytes: int
 ) -> confinement.Confined:
-    """Confines this process. It can read its packages and the targets of links in the folder."""
+    """Confines this process.
+
+    The process can read its packages and the targets of links in the folder.
+    """
     weights = os.environ.get("COG_WEIGHTS")
     return confinement.confine(
         scratch,
@@ -212,7 +215,7 @@ def text_of(error: BaseException) -> str:
 
 
 def encodable(text: str) -> str:
-    """Makes text encodable as UTF-8. Replaces halves of surrogate pairs with question marks."""
+    """Makes text encodable as UTF-8. Replaces unpaired surrogates with question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -381,7 +384,7 @@ def _traceback_of(error: BaseException) -> str:
     """
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
-    # Without our own frames; the first ones are from this file.
+    # Excludes our own frames; the first ones are from this file.
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -415,8 +418,8 @@ class SyncRunner:
     def _has_cancel(self, number: int) -> bool:
         """True if this prediction's cancellation is among the received frames.
 
-        Its signal may have arrived before the prediction was read. The cancellation itself is
-        always sent before its signal.
+        Its signal may have arrived before the prediction's frame was read. The cancellation itself
+        is always sent before its signal.
         """
         with contextlib.suppress(BlockingIOError):
             while piece := self._connection.recv(1 << 20, socket.MSG_DONTWAIT):
@@ -477,7 +480,7 @@ class SyncRunner:
         return prediction.result(prediction.pieces)
 
     def _send(self, frame: bytes) -> None:
-        """Sends a frame. A cancellation waits until this is complete."""
+        """Sends a frame. A cancellation waits until this block is done."""
         if os.getpid() != self._pid:
             os._exit(0)
         self._may_interrupt = False
@@ -495,7 +498,7 @@ class SyncRunner:
 
 
 class AsideRunner(SyncRunner):
-    """Reports inputs' work and whether outputs are close. Runs no predictions."""
+    """Reports the work of inputs, and whether outputs are close. Runs no predictions."""
 
     def _answer(self, prediction: _Prediction) -> bytes:
         if (outputs := prediction.outputs()) is not None:
@@ -547,7 +550,7 @@ class ListRunner(SyncRunner):
 
 
 class _Batch:
-    """A batch's predictions, and what the class receives for them.
+    """A batch's predictions, and the list the class receives for them.
 
     Invalid inputs fail individually.
 
@@ -610,7 +613,7 @@ def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
     try:
         return prediction.result(prediction.encoder.encode(output))
     except Exception as error:
-        # The boundary with the class's code, as everywhere here.
+        # The boundary with the class's code, as elsewhere in this file.
         return prediction.failure(error)
 
 
@@ -666,8 +669,8 @@ class AsyncRunner:
     def _handle(self, frame: Frame) -> None:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
-                # After the task's first step, because a task that hasn't started would end without
-                # a response.
+                # After the task's first step, because a task that is canceled before it starts
+                # would end without a response.
                 self._loop.call_soon(task.cancel)
             return
         self._begin(frame.message["id"], self._compute(frame))
@@ -677,7 +680,7 @@ class AsyncRunner:
         task.add_done_callback(partial(self._note_end, number))
 
     def _note_end(self, number: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(number) is task:  # not a newer task under the same number
+        if self._tasks.get(number) is task:  # not a newer task with the same number
             del self._tasks[number]
 
     async def _compute(self, frame: Frame) -> None:
@@ -698,7 +701,7 @@ class AsyncRunner:
             output = await output
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
-        # Closed in this context, so that its final output is attributed to its prediction.
+        # Closed in this context so that its final output is attributed to the right prediction.
         async with contextlib.aclosing(_iterate_async(output)) as values:
             async for value in values:
                 await self._send(prediction.piece(value))
@@ -764,7 +767,7 @@ class AsyncListRunner(AsyncRunner):
 def _iterate(output: Any) -> Iterator[Any]:
     """Yields the pieces of an output declared as streamed.
 
-    As in Cog, a single value is one piece.
+    As in Cog, a single value counts as one piece.
     """
     if output is None:
         return iter(())
@@ -788,5 +791,5 @@ async def _iterate_async(output: Any) -> AsyncGenerator[Any, None]:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the class may have closed or replaced them
+        with contextlib.suppress(Exception):  # the class may have closed or replaced these streams
             stream.flush()

@@ -1,9 +1,9 @@
 """Converts a class's return type to JSON Schema, as Cog's schema generator does.
 
-Cog's runtime inspector, which reads the inputs, rejects most nested types. Cog still serves them,
-because its schema is generated from source code and its server passes outputs on without checking
-them. Any part of a type that isn't recognized here matches any value, so no return type keeps a
-class from being served.
+Cog's runtime inspector, which reads the inputs, rejects most nested types. Cog still serves such
+types, because its schema is generated from source code and its server passes outputs on without
+checking them. Any part of a type that isn't recognized here matches any value, so no return type
+prevents a class from being served.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Output(NamedTuple):
     schema: dict[str, Any]
     """JSON Schema, with Cog's `x-cog-array-type` if it is streamed."""
     streams: str = ""
-    """Empty: all at once. `text`: pieces of one text. `items`: elements of a list."""
+    """Empty: all at once. `text`: pieces of a single text. `items`: elements of a list."""
 
     @property
     def piece(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _model_schema(fields: dict[str, Any], inside: tuple[type, ...]) -> dict[str,
 
 def _fields(kind: type) -> dict[str, Any] | None:
     """Returns the type of each field in a model or dataclass, by name. None if it has no fields."""
-    known = getattr(kind, "model_fields", None)  # from pydantic, if the class uses it
+    known = getattr(kind, "model_fields", None)  # from pydantic, if the class uses pydantic
     if not isinstance(known, Mapping):
         known = getattr(kind, "__fields__", None)  # from pydantic 1
     if isinstance(known, Mapping):
@@ -195,7 +195,7 @@ def _fields(kind: type) -> dict[str, Any] | None:
 
 
 def _strip(hint: Any) -> Any:
-    """Returns a type stripped of the names and annotations around it."""
+    """Returns a type without any aliases or annotations that wrap it."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
             if adt._unwrap_opaque(hint)[1]:

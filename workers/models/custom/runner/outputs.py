@@ -28,7 +28,7 @@ MAX_FILES = 512
 MAX_FILES_BYTES = 192 * 1024 * 1024
 """Maximum total size of an output's files."""
 MAX_STREAMED_BYTES = 1024 * 1024
-"""Maximum size of a streamed output as JSON. Readers receive it through Redis."""
+"""Maximum size of a streamed output as JSON. Readers receive the output through Redis."""
 MAX_DEPTH = 120
 """Maximum nesting depth. Cog's server rejects JSON nested 128 levels deep."""
 MAX_SHOWN_LEVELS = 10
@@ -40,14 +40,17 @@ Place = tuple[str | int, ...]
 
 
 class WrongOutput(Exception):
-    """An output that is too large or can't be sent. The message names the place in the output."""
+    """An output that is too large or can't be sent.
+
+    The message names the place in the output.
+    """
 
 
 class OutputEncoder:
-    """Encodes one prediction's output. `files` and `blobs` collect its files.
+    """Encodes one prediction's output. `files` and `blobs` collect the output's files.
 
-    Each entry in `files` contains the path to the file's place in the output, along with its media
-    type and name.
+    Each entry in `files` contains the path to the file's place in the output, along with the file's
+    media type and name.
     """
 
     def __init__(self, output: Output) -> None:
@@ -83,7 +86,7 @@ class OutputEncoder:
         return plain
 
     def format_for_stream(self, piece: Any) -> Any:
-        """Returns an encoded piece the way its stream shows it.
+        """Returns an encoded piece in the form shown in its stream.
 
         In text, None becomes an empty string and other values become JSON.
 
@@ -141,15 +144,15 @@ class OutputEncoder:
                 f"output: total file size exceeds the maximum of {MAX_FILES_BYTES} bytes"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
-        shown_name = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
+        shown_name = Path(name).name.encode(errors="replace").decode()  # the name may not be UTF-8
         self.files.append({"at": list(at), "media_type": media_type, "name": shown_name})
         self.blobs.append(data)
 
 
 def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
-    """Returns the value with a path in place of each string where the class declares a file.
+    """Returns the value, with a path in place of each string that the class declares a file.
 
-    Cog returns such a string unchanged, but readers can't open this machine's paths.
+    Cog returns such a string unchanged, but readers can't open paths on this machine.
     """
     if is_file(shape):
         return Path(value) if isinstance(value, str) and _is_existing(value) else value
@@ -161,7 +164,7 @@ def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
 def _is_existing(path: str) -> bool:
     try:
         return os.path.isfile(path)
-    except ValueError:  # it contains a null character
+    except ValueError:  # the path contains a null character
         return False
 
 
@@ -207,7 +210,7 @@ def _check_number(value: Any, at: Place) -> Any:
 
 
 def _write_key(name: Any, at: Place) -> str:
-    """Returns a field's name. Numeric names are written the way JSON writes numbers."""
+    """Returns a field's name. Numbers used as names are written the way JSON writes numbers."""
     if isinstance(name, str):
         return _check_text(name, at)
     if name is None or isinstance(name, bool | int | float):
@@ -244,7 +247,7 @@ def _describe(value: Any) -> str:
 
 
 def _name_place(at: Place) -> str:
-    """Returns a place in an output as readers see it: `output[0].words`."""
+    """Returns a place in an output in the form readers see: `output[0].words`."""
     levels = [
         f"[{level}]" if isinstance(level, int) else f".{level}" for level in at[:MAX_SHOWN_LEVELS]
     ]

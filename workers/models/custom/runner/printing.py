@@ -31,7 +31,7 @@ mark.
 HEADER = struct.Struct("<QH")
 """The prediction number, and the length of the following data in bytes."""
 NOBODY = 0
-"""The number used outside of any prediction."""
+"""The number used outside any prediction."""
 MAX_DATA_BYTES = select.PIPE_BUF - MARK_BYTES - HEADER.size
 
 _number: contextvars.ContextVar[int | None] = contextvars.ContextVar("number", default=None)
@@ -144,8 +144,8 @@ def split_records(data: bytes, mark: bytes) -> tuple[list[tuple[int | None, byte
         data: bytes read from the pipe.
 
     Returns:
-        The parts in order, each with the number of its prediction, or None if it has no mark. Then
-        the incomplete record at the end, if there is one.
+        The parts in order, each with the number of its prediction, or None if it has no mark. An
+        incomplete record at the end, if there is one, comes last.
     """
     parts: list[tuple[int | None, bytes]] = []
     begin = 0

@@ -24,7 +24,7 @@ _current: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope",
 
 
 class RecordedMetrics:
-    """One prediction's metrics, by their full names."""
+    """One prediction's metrics, keyed by full name."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class RecordedMetrics:
                 if not isinstance(place.get(folder), dict):
                     place[folder] = {}
                 place = place[folder]
-            place[name] = copy.deepcopy(value)  # a later name may add to it
+            place[name] = copy.deepcopy(value)  # a later name may add to this object
         return whole
 
 

@@ -1,8 +1,8 @@
 """Reads a function's parameters and return type.
 
 Cog's inspector (`cog._inspector`, from the pinned version) reads each input's type and constraints.
-Its rules for the whole signature are stricter than in Cog's schema generator and server,
-which also support keyword-only arguments, `*args` and `**kwargs`.
+Its rules for the whole signature are stricter than in Cog's schema generator and server, which also
+support keyword-only arguments, `*args` and `**kwargs`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     yields = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     inputs = read_inputs(fields, _find_optional_inputs(plain))
     returned = hints.get("return", types.NoneType)
-    # Cog's server passes on whatever a function like this returns.
+    # Cog's server passes on whatever such a function returns.
     output = read_output(Any if returned is types.NoneType else returned, yields=yields)
     return Signature(inputs, output, _read_plain_defaults(fields, inputs))
 
@@ -70,7 +70,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
 def check_values(signature: Signature, values: dict[str, Any]) -> dict[str, Any]:
     """Checks a prediction's inputs and adds defaults.
 
-    As in Cog, numbers reach the class as the caller sent them, and defaults as written in the
+    As in Cog, the class receives numbers as the caller sent them, and defaults as written in the
     source: a `float` may have an `int` value.
 
     Raises:
@@ -91,8 +91,8 @@ def read_inputs(
     """Reads the inputs.
 
     Args:
-        fields: each input's type, and its default or the result of `cog.Input`. None if there is no
-            default.
+        fields: each input's type, along with its default or the result of `cog.Input`. None if the
+            input has no default.
         optional: names of inputs that may be None although their types don't allow it.
 
     Raises:
@@ -111,8 +111,8 @@ def read_inputs(
 def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
     """Returns a type with plain types in place of Literals and Enums, and the values it allows.
 
-    The list is empty if the type also allows other values. Cog passes values of such types on
-    unchecked.
+    The list is empty if the type also allows other values. Cog passes on values of such types
+    without checking them.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -184,7 +184,7 @@ def read_hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _undecorate(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the class's function from inside decorators that keep it in a closure."""
+    """Unwraps the class's function from decorators that keep it in a closure."""
     plain: Callable[..., Any] = inspect.unwrap(function)
     kinds = {parameter.kind for parameter in inspect.signature(plain).parameters.values()}
     if kinds & set(_VARIABLE):

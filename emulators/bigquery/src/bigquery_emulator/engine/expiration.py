@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def expire_forever(service: BigQueryService) -> None:
-    """Runs as a server task until canceled."""
+    """Runs as a task of the server until it is canceled."""
     while True:
         await service.threads.write_in_job(
             expire, service.store, service.catalog, time.time_ns() // 1_000_000
@@ -50,7 +50,7 @@ def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now
 def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
-    # A partition expires relative to its start, no matter what times its rows have.
+    # A partition's expiration is relative to its start, no matter what times its rows have.
     column = quoted(partitioning.column)
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
     with store.transaction() as cursor:

@@ -1,4 +1,4 @@
-"""A job (query, load or copy): its state, work and outcome, run as a server task.
+"""A job (query, load, or copy): its state, work, and outcome, run as a server task.
 
 Blocking work runs in threads.
 """
@@ -35,7 +35,7 @@ _CANCELED = "Job execution was cancelled: User requested cancellation"
 class BigQueryJob:
     """A job: its request (`configuration`) and its state.
 
-    It is PENDING until it gets a thread for its query or change, then RUNNING, then DONE.
+    It is PENDING until a thread is available for its query or change, then RUNNING, then DONE.
     """
 
     project: str
@@ -63,7 +63,7 @@ class BigQueryJob:
         return TableKey(self.project, "_anonymous", f"anon{self.job_id}")
 
     def begin(self) -> None:
-        """Marks the job as RUNNING once it has its thread. Later calls have no effect.
+        """Marks the job as RUNNING once it has a thread. Later calls have no effect.
 
         Raises:
             StoppedError: the job was canceled while waiting.
@@ -85,7 +85,7 @@ class BigQueryJob:
         self.cursor = cursor
 
     def cancel(self) -> None:
-        """Asks the job to stop. Does nothing if it has finished."""
+        """Asks the job to stop. Does nothing if the job has finished."""
         self.stopping.set()
         self.scope.cancel()
 
@@ -131,10 +131,10 @@ Work = Callable[[BigQueryJob], Awaitable[None]]
 
 
 async def run(job: BigQueryJob, work: Work) -> None:
-    """Does a job's work and finishes the job, whatever the outcome.
+    """Does a job's work, and finishes the job regardless of the outcome.
 
     Args:
-        work: does the work, and raises ServiceError if it fails.
+        work: the function that does the work; it raises ServiceError on failure.
     """
     job.scope.deadline = anyio.current_time() + _limit_s(job.configuration)
     try:
@@ -156,7 +156,7 @@ async def run(job: BigQueryJob, work: Work) -> None:
 
 
 def new_job_id() -> str:
-    """Returns an id for a job whose caller did not provide one."""
+    """Returns an ID for a job whose caller did not provide one."""
     return f"job_{secrets.token_urlsafe(18)}"
 
 

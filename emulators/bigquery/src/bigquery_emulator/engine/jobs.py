@@ -1,4 +1,4 @@
-"""All of a server's jobs, kept in memory from their start until they are forgotten.
+"""All of a server's jobs, kept in memory from when they start until they are forgotten.
 
 `Jobs.start` runs each job in the server's task group. Callers that need the outcome wait for the
 job.
@@ -14,7 +14,7 @@ from bigquery_emulator.engine.query import Result
 from bigquery_emulator.errors import BusyError, DuplicateError, NotFoundError
 from bigquery_emulator.tables.resources import TableKey
 
-# A job is remembered, with its result, until this many jobs have followed it or the stored results
+# A job and its result are remembered until this many jobs have followed it or the stored results
 # exceed this many rows.
 _KEPT_JOBS = 1_000
 _KEPT_ROWS = 2_000_000
@@ -26,7 +26,7 @@ class Jobs:
 
     Args:
         tasks: the server's task group, which owns the jobs' tasks.
-        let_go: frees a result's rows once they can no longer be requested.
+        let_go: frees a result's rows once no one can request them anymore.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Jobs:
         """Starts a job in a new task.
 
         Args:
-            work: does the work, and raises ServiceError if it fails.
+            work: the function that does the work; it raises ServiceError on failure.
 
         Raises:
             BusyError: too many jobs are running.
-            DuplicateError: the id is taken.
+            DuplicateError: the ID is already taken.
         """
         key = (job.project, job.job_id)
         if key in self._jobs:

@@ -1,6 +1,6 @@
-"""Load jobs: loads newline-delimited JSON, CSV and Parquet files into a table.
+"""Load jobs: load newline-delimited JSON, CSV, and Parquet files into a table.
 
-The uploaded file is read in a thread, checked against the schema row by row, and added to the
+The uploaded file is read in a thread, checked row by row against the schema, and added to the
 destination atomically. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurationLoad
 """
@@ -52,7 +52,7 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
         job: the load job. Its `statistics.load` and `problems` are set here.
 
     Raises:
-        ServiceError: the file, the schema and the destination do not match.
+        ServiceError: the file, the schema, and the destination do not match.
     """
     config = job.configuration["load"]
     if config.get("sourceUris"):
@@ -131,7 +131,7 @@ def _schema(config: Json, file: IO[bytes], known: Schema | None) -> Schema:
         known is None or config.get("writeDisposition") == "WRITE_TRUNCATE"
     ):
         if _is_csv(config) and not config.get("skipLeadingRows"):
-            # Detection takes the column names from the first line.
+            # Schema detection takes the column names from the first line.
             config["skipLeadingRows"] = "1"
         rows = [
             row
@@ -204,7 +204,7 @@ def _is_csv(config: Json) -> bool:
 def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Line]:
     """Yields the file's rows.
 
-    `schema` names a CSV file's columns. Without it, the first line names them.
+    `schema` names a CSV file's columns. Without it, the names are taken from the first line.
     """
     is_csv = _is_csv(config)
     file.seek(0)

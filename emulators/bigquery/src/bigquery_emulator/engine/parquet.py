@@ -35,7 +35,7 @@ _SOURCES = {
 
 
 class ParquetFile:
-    """An uploaded file in a location where DuckDB may read it.
+    """An uploaded file in a location that DuckDB may read.
 
     Args:
         path: a file in the store's upload directory.
@@ -46,10 +46,10 @@ class ParquetFile:
         self._path = path
 
     def schema(self, config: Json, known: Schema | None) -> Schema:
-        """Returns the fields to load: the job's, or else the table's, or else the file's.
+        """Returns the fields to load: the job's if given, else the table's, else the file's.
 
         Args:
-            known: the table's fields. None if it is new or will be replaced.
+            known: the table's fields. None if the table is new or will be replaced.
 
         Raises:
             InvalidError: the file is not in Parquet format, or a column does not match.
@@ -67,7 +67,7 @@ class ParquetFile:
         """Reads the rows into a DuckDB table. Returns the number of rows.
 
         Raises:
-            InvalidError: a value does not match, or the file is damaged.
+            InvalidError: a value does not match the schema, or the file is damaged.
         """
         there = {field.name.lower(): field.name for field in self._fields(config)}
         columns = ", ".join(_column(field, there.get(field.name.lower())) for field in schema)
@@ -118,7 +118,7 @@ class ParquetFile:
 
 @contextmanager
 def parquet_file(store: Store, file: IO[bytes]) -> Iterator[ParquetFile]:
-    """Puts an upload where DuckDB may read it and removes it afterward."""
+    """Puts an upload in a location that DuckDB may read, and removes it afterward."""
     file.seek(0)
     with tempfile.NamedTemporaryFile(dir=store.uploads_dir, suffix=".parquet") as copy:
         shutil.copyfileobj(file, copy)

@@ -36,23 +36,23 @@ _LEAST_BILLED_BYTES = 10 * _MIB
 _KEPT_SIZES = 256
 _MOST_FEW_ROWS = 1_000
 _MOST_FEW_BYTES = 256 * 1024
-"""Maximum size of a result held in Python. The results of 1,000 jobs are kept."""
+"""Maximum size of a result held in Python. The results of the last 1,000 jobs are kept."""
 _FIRST_ROWS = 10
 _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
-"""A macro's error: a failed cast."""
+"""The error from a macro: a failed cast."""
 _RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
 """An error raised by a Python function or by the ERROR function."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
-"""A macro's rejection of a time zone that is invalid or that DuckDB does not support."""
+"""A macro rejected a time zone that is invalid or that DuckDB does not support."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
-# Called with the session that is about to run, so that the session can be interrupted.
+# Called with the session that is about to run, so that it can be interrupted.
 OnCursor = Callable[[Cursor], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A query's rows: large results in a DuckDB table until `drop`, small ones in `values`.
+    """A query's rows: large results are in a DuckDB table until `drop`, small ones in `values`.
 
     `values` are as DuckDB's Python client returns them, for `rows.wire_rows`.
     """
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class ReadSize:
-    """A statement's input size, counting whole tables: its columns' logical bytes, and its rows."""
+    """The size of a statement's input, counting whole tables: columns' logical bytes, and rows."""
 
     size_bytes: int = 0
     rows: int = 0
@@ -99,7 +99,7 @@ class Queries:
         return self.select_into_table(statement, on_cursor)
 
     def few_rows(self, statement: Statement, on_cursor: OnCursor) -> list[tuple[Any, ...]] | None:
-        """Returns a query's rows, or None if there are too many for Python. See `select`."""
+        """Returns a query's rows, or None if there are too many to hold in Python. See `select`."""
         columns = [f"c{number}" for number in range(len(statement.schema))]
         named = f"({statement.sql}) AS r({', '.join(columns)})"
         query = f"SELECT {readable_columns(statement.schema, columns)} FROM {named}"
@@ -107,7 +107,7 @@ class Queries:
         size_bytes = 0
         with _translated(statement), self._store.reading() as cursor:
             on_cursor(cursor)
-            # Rows are read as they are computed, so if there are too many, closing the session ends
+            # Rows are read as they are produced, so if there are too many, closing the session ends
             # the query.
             rows = cursor.execute(query, values_in(statement.sql, statement.values))
             count = _FIRST_ROWS  # a single row may be large
@@ -120,7 +120,7 @@ class Queries:
         return values
 
     def select_into_table(self, statement: Statement, on_cursor: OnCursor) -> Result:
-        """Runs a query and stores its rows in a table, to be copied into another table.
+        """Runs a query and stores its rows in a table, which will be copied into another table.
 
         See `select`.
         """
@@ -154,7 +154,9 @@ class Queries:
             cursor.execute(f"DROP TABLE IF EXISTS {physical}")
 
     def manipulate(self, statement: Statement, on_cursor: OnCursor) -> int:
-        """Runs INSERT, UPDATE, DELETE or MERGE. Must be called in the server's writer thread.
+        """Runs an INSERT, UPDATE, DELETE, or MERGE statement.
+
+        Must be called in the server's writer thread.
 
         Returns:
             The number of rows inserted, changed or removed.
@@ -163,8 +165,8 @@ class Queries:
             InvalidQueryError: the statement failed and changed nothing.
             StoppedError: the session was interrupted.
         """
-        # Checks and changes see the same snapshot of the data, because rows are streamed
-        # concurrently.
+        # Checks and changes see the same snapshot of the data, which matters because rows are
+        # streamed concurrently.
         with _translated(statement), self._store.transaction() as cursor:
             on_cursor(cursor)
             for check in statement.checks:
@@ -194,14 +196,14 @@ class Queries:
 
 
 def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
-    """Returns the bytes that BigQuery would bill: whole MiB, at least ten if a table is read.
+    """Returns the bytes BigQuery would bill: whole MiB, and at least ten if a table is read.
 
     Args:
         read_bytes: logical bytes read.
         limit_bytes: the job's `maximumBytesBilled`.
 
     Raises:
-        BytesBilledError: the limit is lower than the bytes billed.
+        BytesBilledError: the limit is lower than the number of bytes billed.
     """
     billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
     if limit_bytes is not None and billed > limit_bytes:
@@ -212,7 +214,7 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
 
 
 def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
-    """Returns a table's row count and the rows' logical bytes."""
+    """Returns a table's row count and the logical bytes of its rows."""
     if table.view_query is not None:
         return 0, 0
     query = f"SELECT count(*), coalesce(sum({size_sql(table.schema)}), 0) FROM {table.physical}"
@@ -221,7 +223,7 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
 
 
 def _size_bytes(value: Any) -> int:
-    """Returns the approximate memory that a value or a row takes."""
+    """Returns the approximate amount of memory that a value or row takes up."""
     if isinstance(value, str | bytes):
         return 50 + len(value)
     if isinstance(value, dict):
@@ -236,7 +238,7 @@ def _read_fields(statement: Statement, table: TableResource) -> Schema:
 
 @contextmanager
 def _translated(statement: Statement) -> Iterator[None]:
-    """Converts DuckDB's errors to the service's, using BigQuery's names."""
+    """Converts DuckDB's errors to the service's errors, using BigQuery's names."""
     try:
         yield
     except duckdb.InterruptException as error:

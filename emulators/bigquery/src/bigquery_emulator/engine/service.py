@@ -1,6 +1,6 @@
 """The embedded BigQuery behind its HTTP routes: its parts, and how it runs jobs.
 
-Routes call the service, which calls the catalog, the translator and the queries in threads.
+Routes call the service, which calls the catalog, the translator, and the queries in threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,7 +71,7 @@ class BigQueryService:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
     async def dry_run(self, job: BigQueryJob) -> None:
-        """Fills in a dry run's statistics: the fields and bytes of a query without running it."""
+        """Fills in a dry run's statistics: a query's fields and bytes, without running it."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}

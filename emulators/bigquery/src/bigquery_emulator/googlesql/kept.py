@@ -56,7 +56,7 @@ class KeptStatements(Generic[Kept]):
         return entry[1] if entry[0].is_current() else None
 
     def put(self, key: Hashable, tables: LookedUp, statement: Kept) -> None:
-        """Stores a statement and drops the least recently used one."""
+        """Stores a statement, and drops the least recently used one if the cache is full."""
         if not tables.is_lasting:
             return
         with self._lock:

@@ -81,7 +81,7 @@ class Names:
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A name in a statement, as used by the analyzer, DuckDB and the partition check."""
+    """A name in a statement, as used by the analyzer, by DuckDB, and by the partition check."""
 
     named: NamedTable
     source: TableSource
@@ -90,7 +90,7 @@ class NamedSource:
 
 @dataclass(frozen=True)
 class TranslatedView:
-    """A view's query: DuckDB's SQL with BigQuery's column names, and its tree."""
+    """A view's query: the DuckDB SQL, with BigQuery's column names, and its resolved tree."""
 
     sql: str
     schema: Schema
@@ -122,17 +122,18 @@ def look_up(
 
 
 def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list[str]] | None:
-    """Guesses from a statement's words which tables it may name.
+    """Guesses which tables a statement may name, based on its words.
 
-    Extra guesses are harmless, because the analyzer only looks up names that the statement reads.
+    Extra guesses are harmless, because the analyzer looks up only the names that the statement
+    reads.
 
     Args:
         names: the context for resolving names.
 
     Returns:
         The tables by key, and the names that are in a single pair of backticks. None if the
-            analyzer has to find the names: the statement is long, may read views, or has two names
-            that differ only in case, which the analyzer treats as one.
+            analyzer has to find the names because the statement is long, may read views, or has two
+            names that differ only in case, which the analyzer treats as one.
     """
     if len(sql) > _MOST_LIKELY_CHARACTERS:
         return None

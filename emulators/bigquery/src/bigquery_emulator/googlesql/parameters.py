@@ -28,8 +28,8 @@ _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 class Parameters:
     """A statement's parameters.
 
-    `types` are for the analyzer. `sql` has DuckDB's SQL for each parameter, by lowercase name or by
-    position from 1. `values` are the values for the placeholders.
+    `types` are for the analyzer. `sql` contains the DuckDB SQL for each parameter, keyed by
+    lowercase name or by position from 1. `values` are the values for the placeholders.
     """
 
     types: ParameterTypes
@@ -37,7 +37,7 @@ class Parameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def form(self) -> tuple[object, ...]:
-        """The parts a translation depends on: names, types and SQL, but not values."""
+        """The parts that a translation depends on: names, types, and SQL, but not values."""
         kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
         return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
 
@@ -53,12 +53,12 @@ def is_plain_zone(name: str) -> bool:
 
 
 def is_zone_parameter(sql: str) -> bool:
-    """True if this SQL is a parameter whose value is one of these zones."""
+    """True if this SQL is a parameter whose value is one of those time zones."""
     return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 
 def read_parameters(parameters: Sequence[Json]) -> Parameters:
-    """Parses QueryParameter resources, all named or all positional.
+    """Parses QueryParameter resources, which must be all named or all positional.
 
     Raises:
         InvalidQueryError: a value does not match its type, or a parameter has no type.
@@ -104,8 +104,8 @@ def _typed(kind: Json, value: Json, values: dict[str, Any]) -> str:
 def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
     (kind,) = parse_schema([{"name": "value", "type": name}])
     is_zone = kind.type == "STRING" and isinstance(value, str) and is_plain_zone(value)
-    # The translation may assume a valid zone, because it is cached for statements with the same
-    # placeholders.
+    # The translation may assume that the zone is valid, because it is cached for statements with
+    # the same placeholders.
     placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
     if value is not None and kind.type == "BYTES":
         canonical_scalar("BYTES", value)

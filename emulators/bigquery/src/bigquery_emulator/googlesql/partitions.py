@@ -1,9 +1,9 @@
-"""Checks that queries filter on partitions if a table requires it (`requirePartitionFilter`).
+"""Checks that queries filter on partitions if a table requires that (`requirePartitionFilter`).
 
-A filter counts if BigQuery could use it to skip partitions: it compares the partitioning column
-with a constant in the WHERE or ON clause next to the table. The filter may also be in an outer
-query if nothing in between needs the other rows: no LIMIT, and no window or grouping that lacks the
-column among its keys. Source:
+A filter is sufficient if BigQuery could use it to skip partitions: it compares the partitioning
+column with a constant in the WHERE or ON clause next to the table. The filter may also be in an
+outer query if nothing in between needs the other rows: no LIMIT, and no window or grouping whose
+keys do not include the column. Source:
 https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
@@ -23,7 +23,7 @@ _COMPARISONS = frozenset(
 _MONOTONE = frozenset(
     {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
 )
-"""A filter on the result of one of these functions counts as a filter on its column, as with
+"""A filter on the result of one of these functions is treated as a filter on its column, as with
 DATE(at) AS day in a view.
 """
 _NOTHING: frozenset[int] = frozenset()
@@ -39,20 +39,21 @@ class ReadTable:
 
 @dataclass(frozen=True)
 class View:
-    """A view's resolved tree and the tables behind its names."""
+    """A view's resolved tree and the tables that its names refer to."""
 
     tree: Node
     reads: Mapping[str, ReadTable]
 
 
 def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
-    """Rejects a statement that reads a whole table if the table requires a partition filter.
+    """Rejects a statement that reads an entire table if the table requires a partition filter.
 
     Args:
-        reads: tables by the analyzer's keys.
+        reads: the tables, keyed as in the analyzer.
 
     Raises:
-        InvalidQueryError: the filter is missing; the message names the table and its column.
+        InvalidQueryError: the filter is missing; the message names the table and its partitioning
+            column.
     """
     checks = _Checks(reads)
     if tree.kind in ("UpdateStmt", "DeleteStmt"):
@@ -197,7 +198,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 
 def _find_pruning(conditions: Iterable[Node | None]) -> frozenset[int]:
-    """Returns columns on which these conditions, joined by AND, allow skipping partitions."""
+    """Returns the columns for which these conditions, joined by AND, allow skipping partitions."""
     return frozenset().union(
         *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
     )

@@ -3,9 +3,9 @@
 Dashboards and reports send the same statement with different dates and IDs. A translated statement
 is stored as a template, with marks in place of literals whose values did not affect the
 translation. Such literals are whole numbers, strings, and plain dates and timestamps that are
-compared with something or inserted. All other literals must be identical for the template to apply,
-and literals that were equal to each other must still be equal, because the analyzer treats equal
-expressions as one.
+compared with something or inserted. For the template to apply, all other literals must be
+identical, and literals that were equal to each other must still be equal, because the analyzer
+treats equal expressions as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FUNCTIONS = frozenset(
     f"ZetaSQL:${name}"
     for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
 ) | {"ZetaSQL:$between", "ZetaSQL:$in"}
-"""Functions whose translation never depends on a literal's value, unless the value may be NaN."""
+"""Functions whose translation never depends on a literal's value, unless that value may be NaN."""
 _NAMES_FROM_VALUES = "PIVOT"  # also matches UNPIVOT
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?( ?UTC|Z|[+-]\d\d:\d\d)?")
@@ -60,7 +60,7 @@ class StatementText:
         self._sql = sql
         self._parts: list[str] = []
         self.literals: list[_Literal] = []
-        """None if creating a template for the statement is not worthwhile."""
+        """None if it is not worth creating a template for the statement."""
         if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
             return
         literals = [_Literal(content, *span) for content, span in _literals(sql)]
@@ -73,7 +73,7 @@ class StatementText:
 
     @cached_property
     def equals(self) -> tuple[int, ...]:
-        """Returns, for each literal, the index of the first literal equal to it (maybe itself)."""
+        """Returns, for each literal, the index of the first one equal to it (possibly itself)."""
         first: dict[tuple[type, int | str], int] = {}
         keys = [(type(literal.content), literal.content) for literal in self.literals]
         return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
@@ -85,7 +85,7 @@ class StatementText:
         return tuple(self._parts), kinds, self.equals
 
     def byte_ranges(self) -> list[tuple[int, int]]:
-        """The literals' positions in UTF-8."""
+        """The literals' positions in the UTF-8 text."""
         if self._sql.isascii():
             return [(literal.start, literal.end) for literal in self.literals]
         length = [0]
@@ -118,8 +118,8 @@ def _literals(sql: str) -> Iterator[tuple[int | str, tuple[int, int]]]:
 class FreeLiterals:
     """A statement's literals that may vary.
 
-    `kinds` are their types, by literal index. `marks` replace them, by their ranges in the
-    statement.
+    `kinds` are their types, by literal index. `marks` replace the literals, keyed by their ranges
+    in the statement.
     """
 
     kinds: dict[int, TypeProto]
@@ -160,7 +160,7 @@ def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
 
 
 def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
-    """Yields each Literal node, and True if nothing depends on its value."""
+    """Yields each Literal node, along with True if nothing depends on its value."""
     nodes = [tree]
     for parent in nodes:
         children = parent.children()
@@ -189,7 +189,7 @@ def _range(node: Node) -> tuple[int, int]:
 
 
 def _value(content: int | str, kind: TypeProto) -> ValueProto | None:
-    """Returns a literal's value in its type, if it is written in plain form."""
+    """Returns a literal's value, converted to its type, if it is written in plain form."""
     if isinstance(content, int):
         if kind.type_kind == types.TYPE_INT64 and content <= _MOST_INT64:
             return ValueProto(int64_value=content)
@@ -223,7 +223,7 @@ class StatementTemplate:
     """A translated statement without the literals that may vary.
 
     Args:
-        sql: the statement's translation to DuckDB's SQL, with marks.
+        sql: the statement's translation to DuckDB SQL, with marks.
     """
 
     text: StatementText

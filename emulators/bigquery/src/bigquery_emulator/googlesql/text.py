@@ -32,7 +32,7 @@ def is_definition(sql: str) -> bool:
     """True if a statement is a data definition, such as CREATE TABLE.
 
     Raises:
-        UnsupportedError: it is a script.
+        UnsupportedError: the statement is a script.
     """
     first, ended = "", False
     for token in _TOKENS.finditer(sql):
@@ -79,7 +79,7 @@ def possible_names(sql: str) -> set[tuple[str, ...]]:
 
 
 class SplitNames:
-    """A statement in which each part of a table name has its own backquotes.
+    """A statement in which each part of a table name is in its own pair of backquotes.
 
     BigQuery treats `project.dataset.table` in one pair of backquotes as three names, with `table`
     as the alias. The analyzer treats it as one name.
@@ -100,7 +100,7 @@ class SplitNames:
         self.sql = "".join([*parts, sql[at:]])
 
     def as_given(self, message: str) -> str:
-        """Returns an error message with the position adjusted to the original statement."""
+        """Returns an error message with its position converted to one in the original statement."""
         match = _POSITION.search(message)
         if match is None:
             return message

@@ -51,11 +51,11 @@ _DEEPEST_VIEW = 16
 class Statement:
     """A statement ready for DuckDB.
 
-    `kind` is the API's statementType. `checks` are queries that must run first: they fail if the
-    statement must fail. `columns` are the lowercase names of the columns read, by table number.
+    `kind` is the API's statementType. `checks` are queries that must run first, and that fail if
+    the statement must fail. `columns` are the lowercase names of the columns read, by table number.
     `schema` has the fields of a query's result. `definition` is the parsed tree of a data
-    definition, which has no `sql`. `target` is the table changed by INSERT, UPDATE, DELETE or
-    MERGE. `gives_all` is true if a query returns all rows of a table.
+    definition, which has no `sql`. `target` is the table that INSERT, UPDATE, DELETE, or MERGE
+    changes. `gives_all` is true if a query returns all rows of a table.
     """
 
     kind: str
@@ -72,7 +72,7 @@ class Statement:
 
 @dataclass
 class _Reads:
-    """The tables and columns a statement reads, including through views."""
+    """The tables and columns that a statement reads, including those it reads through views."""
 
     tables: dict[int, TableResource] = field(default_factory=dict)
     columns: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Translator:
     """Translates statements for a catalog.
 
     Args:
-        find: returns a table by its full name, or raises NotFoundError.
+        find: returns a table, given its full name, or raises NotFoundError.
         listing: returns an INFORMATION_SCHEMA view's rows, given the view's name, the parts of the
             name that precede it, and the job's project.
     """
@@ -211,7 +211,7 @@ class Translator:
         parameters: Parameters,
         translate_view: Callable[[TableResource], TranslatedView],
     ) -> tuple[Node, dict[str, NamedSource], str]:
-        """Returns a statement's tree, the tables it may read (by name), and its text."""
+        """Returns a statement's tree, the tables it may read (keyed by name), and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
             # Getting the names from the analyzer costs half as much as analyzing the statement.

@@ -54,7 +54,7 @@ async def list_all(request: Request) -> Response:
 
 
 async def update(request: Request) -> Response:
-    """Changes a dataset: PATCH keeps fields that the body omits, PUT does not."""
+    """Changes a dataset: PATCH keeps fields that the body omits; PUT does not."""
     service, body = service_of(request), await json_body(request)
     change = partial(
         service.catalog.update_dataset,

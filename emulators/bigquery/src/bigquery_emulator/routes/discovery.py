@@ -1,6 +1,6 @@
 """The discovery document, which describes this API to generated clients such as `bq`.
 
-It lists this server's methods; request bodies are described only as objects. Source:
+It lists this server's methods; request bodies are described only as being objects. Source:
 https://developers.google.com/discovery/v1/reference/apis
 """
 
@@ -139,7 +139,7 @@ async def describe(request: Request) -> Response:
 
 
 def document(root_url: str) -> dict[str, Any]:
-    """Returns this API's discovery document under `root_url`, which ends in a slash."""
+    """Returns this API's discovery document for `root_url`, which ends in a slash."""
     names = {
         name
         for methods in _METHODS.values()

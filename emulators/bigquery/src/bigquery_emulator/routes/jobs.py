@@ -41,7 +41,7 @@ _QUERY_FIELDS = (
 )
 
 _MULTI_REGIONS = ("US", "EU")
-"""Locations that jobs.get assumes if the `location` parameter is missing."""
+"""Locations that jobs.get assumes if there is no `location` parameter."""
 _REFUSED = {"EXTRACT": "Extract jobs", "LOAD": "Loading from Cloud Storage"}
 _STATEMENT_RESULTS = (
     *("numDmlAffectedRows", "dmlStats", "ddlOperationPerformed"),
@@ -50,13 +50,13 @@ _STATEMENT_RESULTS = (
 
 
 class RequestIds:
-    """jobs.query's jobs by `requestId`, so that a repeated request does not run again."""
+    """Jobs started by jobs.query, keyed by `requestId`, so that a repeated request is not rerun."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, BigQueryJob] = OrderedDict()
 
     def job_of(self, request_id: str | None) -> BigQueryJob | None:
-        """Returns the job that an earlier request with this id started."""
+        """Returns the job that an earlier request with this ID started."""
         return None if request_id is None else self._jobs.get(request_id)
 
     def remember(self, request_id: str | None, job: BigQueryJob) -> None:
@@ -67,14 +67,14 @@ class RequestIds:
 
 
 async def insert(request: Request) -> Response:
-    """Starts a query or copy job. Extract jobs, and loads from Cloud Storage, fail.
+    """Starts a query or copy job. Extract jobs fail, and so do loads from Cloud Storage.
 
     Loads with a file go to bigquery_emulator/routes/uploads.py.
     """
     service, body = service_of(request), await json_body(request)
     job = new_job(request.path_params["project"], body)
     if job.kind in _REFUSED:
-        # It becomes a failed job, so clients see the error once. They would retry a request that
+        # It becomes a failed job, so clients see the error once. Clients would retry a request that
         # got a 501.
         service.jobs.start(job, _refuse)
         return JSONResponse(job.resource())
@@ -147,7 +147,10 @@ async def delete(request: Request) -> Response:
 
 
 async def query(request: Request) -> Response:
-    """Runs a query. Returns its first page, or just the job after `timeoutMs`."""
+    """Runs a query.
+
+    Returns the first page of its result, or just the job if `timeoutMs` has passed.
+    """
     service, body = service_of(request), read_fields(await json_body(request), QueryRequest)
     is_micros = body.get("formatOptions", {}).get("useInt64Timestamp", False)
     request_ids: RequestIds = request.app.state.request_ids

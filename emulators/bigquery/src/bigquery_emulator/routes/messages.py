@@ -1,4 +1,4 @@
-"""The BigQuery API's requests and responses: JSON bodies, possibly gzipped, and errors."""
+"""The BigQuery API's requests and responses: JSON bodies, which may be gzipped, and errors."""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ _UNPACKED_BYTES = 1024 * 1024
 
 
 class RowsResponse(Response):
-    """A page of rows. It may have a million values, so the faster encoder is used."""
+    """A page of rows. The response may have a million values, so the faster encoder is used."""
 
     media_type = "application/json"
 
@@ -49,7 +49,7 @@ def json_object(raw: bytes) -> Json:
     """Returns the JSON object in a body or in one of its parts.
 
     Raises:
-        InvalidError: the text is not a JSON object, or is nested too deeply.
+        InvalidError: the text is not a JSON object or is nested too deeply.
     """
     try:
         decoded = read_row(raw)

@@ -15,7 +15,7 @@ from bigquery_emulator.tables.schema import Json
 
 
 class PageOptions(Fields):
-    """A page of a list. Its token is a number of entries."""
+    """A page of a list. Its token is the number of entries to skip."""
 
     page_token: Natural | msgspec.UnsetType = NOT_SET
     max_results: Natural | msgspec.UnsetType = NOT_SET
@@ -56,6 +56,6 @@ def query_options(request: Request, fields: type[Fields]) -> Json:
     Raises:
         InvalidError: a parameter has the wrong type. The message names it.
     """
-    # An empty parameter counts as not set.
+    # An empty parameter is treated as not set.
     parameters = {name: value for name, value in request.query_params.items() if value}
     return read_fields(parameters, fields)

@@ -25,7 +25,8 @@ from bigquery_emulator.tables.rows import insert_rows, read_all_rows, read_rows,
 from bigquery_emulator.tables.schema import Json, Schema
 from bigquery_emulator.tables.values import BadValueError
 
-# Limits of a single insertAll: https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
+# Limits on a single insertAll request:
+# https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 _MOST_REQUEST_BYTES = 10 * 1024 * 1024
 _MOST_ROWS = 50_000
 _LONGEST_INSERT_ID = 128
@@ -37,19 +38,19 @@ _DEFAULT_PAGE_ROWS = 10_000
 class InsertIds:
     """The insertIds from the last minute, so that a row sent twice is stored only once.
 
-    As in the service, this is best effort.
+    As in the service, this is done on a best-effort basis.
     """
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[int, str], float] = OrderedDict()
 
     def is_new(self, table: TableResource, insert_id: str) -> bool:
-        """True if no row with this id was inserted recently."""
+        """True if no row with this ID was inserted recently."""
         self._forget_old()
         return (table.number, insert_id) not in self._seen
 
     def remember(self, table: TableResource, insert_ids: list[str]) -> None:
-        """Stores the ids of rows that were just inserted."""
+        """Stores the IDs of rows that were just inserted."""
         now_s = time.monotonic()
         for insert_id in insert_ids:
             self._seen[(table.number, insert_id)] = now_s
@@ -131,8 +132,8 @@ def _insert_into(
 
 
 def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
-    # As in the service, rows may be streamed to a partition decorator only if their own values
-    # don't determine the partition.
+    # As in the service, rows may be streamed to a partition decorator only if the partition is not
+    # determined by the rows' own values.
     if not table.has_partition_time:
         raise InvalidError(
             f"Streaming to the partition {table.key}${partition_id}: only tables partitioned "
@@ -166,7 +167,7 @@ def _row_error(index: int, error: BadValueError | None) -> Json:
 
 
 async def list_rows(request: Request) -> Response:
-    """Returns a page of a table's rows, or of a query's result through its hidden table."""
+    """Returns a page of a table's rows, or of a query's result by way of its hidden table."""
     service, key = service_of(request), table_key(request)
     options = query_options(request, RowOptions)
     start = int(options.get("pageToken") or options.get("startIndex") or 0)

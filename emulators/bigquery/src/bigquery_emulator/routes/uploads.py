@@ -1,4 +1,4 @@
-"""Routes for load jobs with a file, sent in one multipart request or as a resumable upload.
+"""Routes for load jobs with a file, which is sent in a multipart request or as a resumable upload.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
@@ -64,13 +64,13 @@ class Session:
 
 
 class Sessions:
-    """Uploads in progress, keyed by id. Abandoned uploads are dropped."""
+    """Uploads in progress, keyed by ID. Abandoned uploads are dropped."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
 
     def open(self, session: Session) -> str:
-        """Stores a new upload and returns its id.
+        """Stores a new upload and returns its ID.
 
         Raises:
             BusyError: too many uploads are in progress.
@@ -89,7 +89,7 @@ class Sessions:
 
     @contextmanager
     def held(self, name: str) -> Iterator[Session]:
-        """Locks an upload while one request uses it.
+        """Locks an upload while a request is using it.
 
         Raises:
             InvalidError: another request is using the upload.
@@ -116,7 +116,7 @@ class Sessions:
 
 
 async def upload(request: Request) -> Response:
-    """Starts a load with its file, or a session for uploading the file in parts."""
+    """Starts a load that includes its file, or a session for uploading the file in parts."""
     if query_options(request, UploadOptions)["uploadType"] == "multipart":
         return await _multipart(request)
     return await _open_session(request)
@@ -140,7 +140,7 @@ async def _takes_part(session: Session, request: Request) -> bool:
         raise InvalidError("Invalid value for Content-Range: must be bytes FIRST-LAST/TOTAL")
     first, total = match.group(1), match.group(3)
     if "content-range" not in request.headers:
-        # A request that contains the whole file has no range.
+        # A request that contains the whole file has no Content-Range.
         await _append(session, request)
         return True
     if first is not None:
@@ -169,7 +169,7 @@ async def _open_session(request: Request) -> Response:
     body = await json_body(request)
     new_job(project, body)
     name = sessions.open(Session(project, body))
-    # A header may contain only latin-1 characters, but a project name may contain any character.
+    # A header may contain only Latin-1 characters, but a project name may contain any character.
     path = quote(request.url.path)
     place = request.url.replace(path=path, query=f"uploadType=resumable&upload_id={name}")
     return Response(headers={"Location": str(place), "X-GUploader-UploadID": name})

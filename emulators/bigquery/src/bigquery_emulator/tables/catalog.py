@@ -1,8 +1,8 @@
-"""The catalog of datasets, tables and views, stored in the database and cached in memory.
+"""The catalog of datasets, tables, and views, stored in the database and cached in memory.
 
 This layer sits between the API or a query's DDL and the store. Methods that change something run in
-the server's writer thread. Rows are streamed concurrently, so changing a table that has rows blocks
-new ones.
+the server's writer thread. Rows are streamed concurrently, so while a table that has rows is being
+changed, new rows are blocked.
 """
 
 import re
@@ -45,7 +45,7 @@ class TableCatalog:
     """All datasets and tables.
 
     Args:
-        now_ms: the clock, in Unix milliseconds.
+        now_ms: a clock that returns Unix milliseconds.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TableCatalog:
             is_patch: True to keep settings that `body` omits.
 
         Raises:
-            ConditionError: the dataset has changed since that version.
+            ConditionError: the dataset has changed since the version that the caller read.
         """
         old = self.dataset(key)
         _expect(old.etag, etag)
@@ -155,7 +155,7 @@ class TableCatalog:
         """Creates a table or a view.
 
         Args:
-            schema: its fields; for a view, its query's fields.
+            schema: the table's fields, or the query's fields for a view.
             body: Table resource from the request.
             filled_by: DuckDB table with the initial rows.
             replaces: True to remove any table with this name in the same transaction.
@@ -199,13 +199,13 @@ class TableCatalog:
         """Changes a table's settings or widens its schema.
 
         Args:
-            body: new settings, possibly with a schema.
+            body: the new settings, which may include a schema.
             etag: the version that the caller read. None: change it regardless of its version.
-            is_patch: True to keep settings that `body` omits.
+            is_patch: True to keep settings that are not in `body`.
             view_schema: the fields of a view's new query.
 
         Raises:
-            ConditionError: the table has changed since that version.
+            ConditionError: the table has changed since the version that the caller read.
             InvalidError: the schema would drop or change a field.
         """
         old = self.table(key)
@@ -229,7 +229,7 @@ class TableCatalog:
     def reshape_table(
         self, key: TableKey, schema: Schema, settings: Json, sources: Mapping[str, str]
     ) -> TableResource:
-        """Replaces a table's schema with any other schema. Its rows are rewritten.
+        """Replaces a table's schema with an arbitrary one. Its rows are rewritten.
 
         Args:
             sources: DuckDB SQL over the old columns, keyed by field name.

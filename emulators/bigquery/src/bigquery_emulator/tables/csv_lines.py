@@ -34,7 +34,7 @@ class CsvForm:
 
 
 def csv_lines(text: TextIO, form: CsvForm) -> Iterator[tuple[int, list[Cell] | str]]:
-    """Yields each row with its last line's number, or the reason the row is invalid.
+    """Yields each row with the number of its last line, or the reason why the row is invalid.
 
     Args:
         text: the file, opened with `newline=""`.

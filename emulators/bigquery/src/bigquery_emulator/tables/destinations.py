@@ -1,4 +1,4 @@
-"""Writes rows from a query, load or copy to a destination table, following its dispositions.
+"""Writes rows from a query, load, or copy to a destination table, following its dispositions.
 
 Runs in the server's writer thread.
 """
@@ -24,8 +24,8 @@ from bigquery_emulator.tables.schema import Field, Json, Schema
 class TableDestination:
     """The destination for rows.
 
-    `settings` are the table's partitioning, clustering and so on, in case it has to be created.
-    `partition_id` names a single partition to write, or is None for the whole table.
+    `settings` contains the table's partitioning, clustering, and so on, in case it has to be
+    created. `partition_id` names a single partition to write, or is None to write the whole table.
     """
 
     key: TableKey
@@ -41,11 +41,11 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
     """Parses the destination in a job's configuration.
 
     Args:
-        config: the query, load or copy configuration.
+        config: the configuration of a query, load, or copy.
         default_write: WRITE_APPEND for a load, WRITE_EMPTY for other jobs.
 
     Raises:
-        InvalidError: the disposition does not exist.
+        InvalidError: there is no such disposition.
     """
     reference = config["destinationTable"]
     write = config.get("writeDisposition") or default_write
@@ -77,10 +77,10 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
 def put_rows(
     store: Store, catalog: TableCatalog, destination: TableDestination, schema: Schema, source: str
 ) -> TableResource:
-    """Writes a DuckDB table's rows to the destination, all or none.
+    """Writes a DuckDB table's rows to the destination: either all of them or none.
 
     Args:
-        source: DuckDB table with the rows.
+        source: the DuckDB table that contains the rows.
 
     Raises:
         DuplicateError: the destination must be empty but is not.
@@ -117,7 +117,7 @@ def _created(
         raise NotFoundError(f"Not found: Table {destination.key}")
     if destination.partition_id is None:
         return catalog.create_table(destination.key, schema, destination.settings, source)
-    # As in the service, a table created through a decorator is partitioned by ingestion time.
+    # As in the service, a table created by way of a decorator is partitioned by ingestion time.
     default = {"timePartitioning": {"type": partition_unit(destination.partition_id)}}
     table = catalog.create_table(destination.key, schema, default | destination.settings)
     try:

@@ -1,8 +1,8 @@
-"""Parses requests: checks each field in a JSON body or query string by its type.
+"""Parses requests: checks each field in a JSON body or query string against its type.
 
 Fields that a struct does not define are ignored, as in most of the service's resources. Null means
-that a field is not set. Numbers may be strings, because JSON has no 64-bit integers. Source:
-https://cloud.google.com/bigquery/docs/reference/rest/v2.
+that a field is not set. Numbers may be sent as strings, because JSON has no 64-bit integers.
+Source: https://cloud.google.com/bigquery/docs/reference/rest/v2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Fields(msgspec.Struct, rename="camel", omit_defaults=True):
 
 
 def read_fields(body: Mapping[str, Any], fields: type[msgspec.Struct]) -> Json:
-    """Returns a resource's known fields, checked by type. Integers become strings.
+    """Returns a resource's known fields, after checking their types. Integers become strings.
 
     Raises:
         InvalidError: a field has a value of the wrong type. The message names the field.

@@ -1,7 +1,7 @@
-"""Field types for jobs, queries and insertAll.
+"""Field types for jobs, queries, and insertAll.
 
-Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/Job and the pages of
-jobs.query and tabledata.insertAll.
+Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/Job and the pages on jobs.query and
+tabledata.insertAll.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _ParameterType(Fields):
 
 
 class _ParameterValue(Fields):
-    # Any JSON scalar. It is checked later against the parameter's own type.
+    # Any JSON scalar. It is checked against the parameter's own type later.
     value: str | bool | int | float | msgspec.UnsetType = NOT_SET
     array_values: list[_ParameterValue] | msgspec.UnsetType = NOT_SET
     struct_values: dict[str, _ParameterValue] | msgspec.UnsetType = NOT_SET
@@ -95,7 +95,7 @@ class _ParquetOptions(Fields):
 
 
 _Delimiter = Annotated[str, msgspec.Meta(pattern=r"^([^\r\n]|tab|\\t)?$")]
-"""A single character, or a tab by name. The default is a comma."""
+"""A single character, or a tab written by name. The default is a comma."""
 
 
 class _Load(_Writing, kw_only=True):

@@ -1,4 +1,4 @@
-"""Limits in a column type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
+"""Limits in a column type: STRING(n), BYTES(n), NUMERIC(p), and NUMERIC(p, s).
 
 Rows that arrive through the API are checked in Python. For all other writes, the DuckDB table has a
 CHECK constraint. Source:
@@ -23,7 +23,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 @dataclass(frozen=True)
 class TypeLimits:
-    """A type's limits, in addition to its name. `max_length` counts characters or bytes."""
+    """A type's limits, in addition to its name. `max_length` is in characters or bytes."""
 
     max_length: int | None = None
     precision: int | None = None
@@ -36,7 +36,7 @@ class TypeLimits:
 
     @property
     def sql(self) -> str:
-        """The limits in GoogleSQL, to append to the type's name."""
+        """The limits as written in GoogleSQL, to append to the type's name."""
         numbers = [n for n in (self.max_length, self.precision, self.scale) if n is not None]
         return f"({', '.join(str(n) for n in numbers)})" if numbers else ""
 
@@ -52,7 +52,7 @@ class TypeLimits:
         return old_scale <= scale and other.precision - old_scale <= self.precision - scale
 
     def check_sql(self, kind: str, value: str) -> str | None:
-        """Returns the condition on a column's values. None if there is no limit.
+        """Returns the condition that a column's values must meet. None if there is no limit.
 
         Args:
             kind: the type's name in a schema.
@@ -68,16 +68,16 @@ class TypeLimits:
         return None
 
     def stored_sql(self, value: str) -> str:
-        """Returns DuckDB's SQL for a value as it is stored: a NUMERIC is rounded."""
+        """Returns the DuckDB SQL for a value as it is stored, with a NUMERIC rounded."""
         return value if self.precision is None else f"round({value}, {self.scale or 0})"
 
     def fitted(self, kind: str, value: Any, path: str) -> Any:
-        """Returns a canonical value as it is stored: a NUMERIC is rounded.
+        """Returns a canonical value as it is stored, with a NUMERIC rounded.
 
         Args:
             kind: the type's name in a schema.
             value: a canonical value that is not None.
-            path: field name for the error.
+            path: the field name to use in the error.
 
         Raises:
             BadValueError: the value is too long or too large.

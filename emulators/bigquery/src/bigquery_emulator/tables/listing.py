@@ -1,4 +1,4 @@
-"""Rows that the server generates itself, such as INFORMATION_SCHEMA, queryable as a table."""
+"""Rows that the server itself generates, such as INFORMATION_SCHEMA, to be queried as a table."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Row = tuple[Any, ...]
 
 
 def fields(text: str) -> Schema:
-    """Parses a schema: `name` is a STRING; `name:INTEGER` has an explicit type."""
+    """Parses a schema: `name` is a STRING, and `name:INTEGER` has an explicit type."""
     named = [word.partition(":") for word in text.split()]
     return tuple(Field(name, kind or "STRING") for name, _, kind in named)
 
@@ -31,7 +31,7 @@ class Listing:
 
     @property
     def structure(self) -> str:
-        """The rows' type in from_json's format."""
+        """The rows' type, in the format that from_json uses."""
         return json.dumps([{field.name: field.duckdb_type for field in self.schema}])
 
     def sql(self) -> str:

@@ -16,7 +16,7 @@ _NULL = "__NULL__"
 
 
 def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
-    """Splits a table name into the name without its decorator and the partition that it named."""
+    """Splits a table name into the name without its decorator and the decorator's partition."""
     table_id, mark, partition_id = key.table_id.partition("$")
     if not mark:
         return key, None
@@ -24,7 +24,7 @@ def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
 
 
 def partition_unit(partition_id: str) -> str:
-    """Returns the time unit implied by a partition's name.
+    """Returns the time unit that a partition's name implies.
 
     Raises:
         InvalidError: the name is not a time.
@@ -36,10 +36,10 @@ def partition_unit(partition_id: str) -> str:
 
 
 def partition_condition(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's condition for a partition's rows.
+    """Returns the DuckDB condition that selects a partition's rows.
 
     Raises:
-        InvalidError: the table is not partitioned, or its partitions are named differently.
+        InvalidError: the table is not partitioned, or its partitions have a different kind of name.
     """
     partitioning = _partitioning(table)
     column = quoted(partitioning.column)
@@ -53,7 +53,7 @@ def partition_condition(table: TableResource, partition_id: str) -> str:
 
 
 def partition_start(table: TableResource, partition_id: str) -> str:
-    """Returns DuckDB's SQL for a time partition's start.
+    """Returns the DuckDB SQL for a time partition's start.
 
     Raises:
         InvalidError: the partition's name has a different unit than the table's partitions.
@@ -74,7 +74,7 @@ def partition_start(table: TableResource, partition_id: str) -> str:
 
 
 def partition_id_sql(partitioning: Partitioning) -> str:
-    """Returns DuckDB's SQL for a row's partition name."""
+    """Returns the DuckDB SQL for the name of a row's partition."""
     column = quoted(partitioning.column)
     if partitioning.unit == "RANGE":
         if partitioning.interval is None:

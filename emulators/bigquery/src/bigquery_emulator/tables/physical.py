@@ -1,4 +1,4 @@
-"""Creates, fills, widens and rebuilds the DuckDB tables behind BigQuery tables.
+"""Creates, fills, widens, and rebuilds the DuckDB tables behind BigQuery tables.
 
 The catalog calls this module in its transactions. DuckDB's errors about rows are converted here.
 """
@@ -34,8 +34,8 @@ def fill(
 
     Args:
         given: the table's fields, except any that the rows lack.
-        source: DuckDB table or parenthesized query with the rows.
-        partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
+        source: the DuckDB table or parenthesized query that contains the rows.
+        partition_time: the DuckDB SQL for the rows' ingestion time. None: now.
 
     Raises:
         InvalidError: a value is NULL where that is not allowed, or exceeds its type's limits.
@@ -98,7 +98,7 @@ def rebuild(
             NULL, or an empty array.
 
     Raises:
-        InvalidError: a row does not match.
+        InvalidError: a row does not match the new schema.
     """
     values = dict(sources)
     if new.has_partition_time:
@@ -121,7 +121,7 @@ def accepted() -> Iterator[None]:
     """Converts DuckDB's errors about rows to the service's.
 
     Raises:
-        InvalidError: a value is NULL, exceeds its type's limits or has the wrong type.
+        InvalidError: a value is NULL, exceeds its type's limits, or has the wrong type.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def accepted() -> Iterator[None]:
 
 
 def refusal(error: duckdb.Error) -> str:
-    """Returns the reason a row was rejected, with the column's name."""
+    """Returns the reason why a row was rejected, including the column's name."""
     text = str(error).split("\n")[0]
     if match := _NOT_NULL.search(text):
         return f"Required field {match.group(1)} cannot be null"

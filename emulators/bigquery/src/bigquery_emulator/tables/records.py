@@ -1,6 +1,6 @@
 """Checks each field of an incoming JSON object against the schema, by name and mode.
 
-Used by insertAll and load jobs. Single values are checked in `values`.
+Used by insertAll and load jobs. Single values are checked in the `values` module.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ class RowReader:
 
     Args:
         ignores_unknown: True to drop fields that are not in the schema.
-        takes_json: True if a JSON column accepts any JSON value (a load), False if only strings
-            (insertAll).
-        path: the RECORD that contains the fields, ending with a dot.
+        takes_json: True if a JSON column accepts any JSON value (as in a load), False if it accepts
+            only strings (as in insertAll).
+        path: the RECORD that contains the fields, with a period at the end.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RowReader:
         }
 
     def canonical(self, row: Json) -> Json:
-        """Returns a row's canonical values under the schema's names, with every field present.
+        """Returns a row's canonical values under the names in the schema, with every field present.
 
         Args:
             row: a JSON object. Names are not case-sensitive.

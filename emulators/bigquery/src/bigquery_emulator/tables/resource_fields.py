@@ -135,6 +135,6 @@ class NewDataset(Fields):
 
 
 class NewTable(Fields):
-    """The name of a new table. Its dataset is in the path."""
+    """The name of a new table. The table's dataset is in the path."""
 
     table_reference: _TableName

@@ -1,4 +1,4 @@
-"""Data about a dataset, table or view, and its API representation.
+"""Data about a dataset, table, or view, and how the API represents it.
 
 The catalog stores these records. They are immutable; a change creates a new one.
 """
@@ -52,7 +52,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class DatasetResource:
-    """A dataset. `settings` are its resource's user-set fields."""
+    """A dataset. `settings` contains the fields of its resource that the user set."""
 
     key: DatasetKey
     settings: Json
@@ -81,7 +81,7 @@ class DatasetResource:
 class Partitioning:
     """A table's partitioning. `field` is None for ingestion time.
 
-    `start`, `end` and `interval` are set for range partitioning, whose unit is RANGE.
+    `start`, `end`, and `interval` are set for range partitioning, whose unit is RANGE.
     """
 
     field: str | None
@@ -102,7 +102,7 @@ class Partitioning:
 class TableResource:
     """A table or a view.
 
-    `settings` are its resource's user-set fields, without the schema.
+    `settings` contains the fields of its resource that the user set, without the schema.
     """
 
     key: TableKey
@@ -125,7 +125,7 @@ class TableResource:
 
     @property
     def partitioning(self) -> Partitioning | None:
-        """None for a table that is not partitioned."""
+        """None if the table is not partitioned."""
         time = self.settings.get("timePartitioning")
         required = bool(self.settings.get("requirePartitionFilter"))
         if time is not None:

@@ -32,7 +32,7 @@ def insert_rows(
     """Inserts rows in one statement, which is many times faster than one statement per row.
 
     Args:
-        partition_time: DuckDB's SQL for the rows' ingestion time. None: now.
+        partition_time: the DuckDB SQL for the rows' ingestion time. None: now.
     """
     structure = json.dumps([{field.name: _structure(field) for field in schema}])
     names = ", ".join(quoted(field.name) for field in schema)
@@ -52,7 +52,7 @@ def _structure(field: Field) -> Any:
     if field.type == "RECORD":
         inner: Any = {nested.name: _structure(nested) for nested in field.fields}
     else:
-        # BYTES are strings here, converted by the cast, which handles the escapes.
+        # BYTES are strings here; the cast, which handles the escapes, converts them.
         inner = "VARCHAR" if field.type == "BYTES" else field.element_type
     return [inner] if field.mode == "REPEATED" else inner
 
@@ -60,11 +60,11 @@ def _structure(field: Field) -> Any:
 def read_rows(
     cursor: Cursor, physical: str, schema: Schema, start: int, count: int, is_micros: bool
 ) -> list[Json]:
-    """Returns a page of rows in the wire format, in the order they were written.
+    """Returns a page of rows in wire format, in the order in which they were written.
 
     Args:
         start: index of the first row, from 0.
-        is_micros: True for TIMESTAMPs as whole microseconds instead of seconds as a float.
+        is_micros: True to return TIMESTAMPs as whole microseconds instead of as seconds in a float.
     """
     page = f"{physical} ORDER BY rowid LIMIT {int(count)} OFFSET {int(start)}"
     return _read(cursor, page, schema, is_micros)
@@ -73,7 +73,7 @@ def read_rows(
 def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
     """Like `read_rows`, for a whole table.
 
-    For a whole table, DuckDB preserves the order on its own and is faster.
+    For a whole table, DuckDB preserves the order on its own, which is faster.
     """
     return _read(cursor, physical, schema, is_micros)
 
@@ -88,13 +88,14 @@ def _read(cursor: Cursor, source: str, schema: Schema, is_micros: bool) -> list[
 
 
 def readable_columns(schema: Schema, names: Sequence[str]) -> str:
-    """Returns DuckDB SQL for columns, using types that its Python client can return.
+    """Returns DuckDB SQL for columns, using types that DuckDB's Python client can return.
 
     Args:
         names: column names, quoted where necessary.
     """
     return ", ".join(
-        # The client needs pytz for a TIMESTAMPTZ, but not for the same time without a zone.
+        # DuckDB's client needs pytz for a TIMESTAMPTZ, but not for the same time without a time
+        # zone.
         f"CAST(CAST({name} AS {field.duckdb_type}) AS {plain})"
         if (plain := field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP"))
         != field.duckdb_type
@@ -107,7 +108,8 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
     """Returns rows in the wire format.
 
     Args:
-        values: row by row, as DuckDB's Python client returns them for `readable_columns`.
+        values: the values, row by row, as DuckDB's Python client returns them for
+            `readable_columns`.
         is_micros: see `read_rows`.
     """
     # Done column by column, so that each type's formatter is selected only once.
@@ -143,7 +145,8 @@ def _single(field: Field, value: Any, is_micros: bool) -> Any:
     if value is None:
         return None
     if isinstance(value, str) and field.type in ("TIMESTAMP", "DATETIME", "DATE"):
-        # DuckDB supports times that neither Python nor BigQuery does, and returns them as strings.
+        # DuckDB supports times that neither Python nor BigQuery supports, and it returns them as
+        # strings.
         raise InvalidQueryError(f"Field {field.name}: {value} is out of range for {field.type}")
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value
@@ -211,7 +214,8 @@ def _size(name: str, field: Field) -> str:
     if field.mode == "REPEATED":
         if field.type in _WIDTHS:
             return f"coalesce(len({name}) * {_WIDTHS[field.type]}, 0)"
-        # A string of unknown length inside an array or a record: its JSON size is close enough.
+        # For a string of unknown length inside an array or record, the size of its JSON is close
+        # enough.
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type == "RECORD":
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"

@@ -1,7 +1,7 @@
 """Table schemas: the API's fields, and the DuckDB types that store them.
 
 Used by everything that reads or writes a table. NUMERIC is DECIMAL(38, 9). A TIMESTAMP is a
-TIMESTAMPTZ in the session's zone, UTC. A DATETIME is a plain TIMESTAMP.
+TIMESTAMPTZ in the session's time zone, which is UTC. A DATETIME is a plain TIMESTAMP.
 """
 
 import re
@@ -27,7 +27,7 @@ _DUCKDB_TYPES = {
     "NUMERIC": "DECIMAL(38,9)",
     "JSON": "JSON",
 }
-# The API accepts both SQL dialects' type names and returns the older ones.
+# The API accepts the type names of both SQL dialects and returns the older ones.
 _TYPE_NAMES = {
     **{name: name for name in (*_DUCKDB_TYPES, "RECORD")},
     "INT64": "INTEGER",
@@ -94,7 +94,7 @@ class Field:
 
     @property
     def element_type(self) -> str:
-        """DuckDB's type for a single value, without a REPEATED field's array."""
+        """The DuckDB type for a single value, that is, without a REPEATED field's array."""
         if self.type == "RECORD":
             return f"STRUCT({', '.join(f'{quoted(f.name)} {f.duckdb_type}' for f in self.fields)})"
         return _DUCKDB_TYPES[self.type]
@@ -104,7 +104,7 @@ class Field:
         return self.element_type + ("[]" if self.mode == "REPEATED" else "")
 
     def checks(self, within: str = "") -> list[str]:
-        """Returns DuckDB's conditions on the column's values, including nested fields."""
+        """Returns the DuckDB conditions on the column's values, including nested fields' values."""
         value = within + quoted(self.name)
         own = self.limits.check_sql(self.type, value)
         nested = [check for field in self.fields for check in field.checks(f"{value}.")]
@@ -122,7 +122,7 @@ def parse_schema(fields: Sequence[Json]) -> Schema:
     """Parses a request's `schema.fields`.
 
     Raises:
-        InvalidError: BigQuery rejects a name, type or mode, or a name is used twice.
+        InvalidError: BigQuery rejects a name, type, or mode, or a name is used twice.
         UnsupportedError: this server does not support a type or an option.
     """
     schema = tuple(_parse_field(field) for field in fields)
@@ -174,8 +174,8 @@ def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
 
     Raises:
         InvalidError: a name occurs twice.
-        UnsupportedError: BigQuery's results can't contain a type, or this server does not support
-            it.
+        UnsupportedError: BigQuery's results can't contain one of the types, or this server does not
+            support it.
     """
     seen: set[str] = set()
     for name, _ in columns:
@@ -215,14 +215,14 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
     """Checks that one schema may replace another in tables.update and loads.
 
     Args:
-        new: the new fields: all of the old ones, and possibly more.
+        new: the new fields, which must include all of the old ones.
         path: the record that contains the fields, for the message.
 
     Returns:
         Columns of `new` that do not exist yet or whose DuckDB type differs.
 
     Raises:
-        InvalidError: a field is missing, changes its type or becomes stricter.
+        InvalidError: a field is missing, has a different type, or has become stricter.
     """
     wanted = {field.name.lower(): field for field in new}
     changed: list[Field] = []
@@ -268,7 +268,7 @@ def _check_limits(old: Field, new: Field, path: str) -> None:
 
 
 def alterations(physical: str, field: Field, exists: bool) -> list[str]:
-    """Returns the DuckDB statements that add a column to a physical table or widen it."""
+    """Returns the DuckDB statements that add a column to a physical table or widen a column."""
     name = quoted(field.name)
     if not exists:
         default = " DEFAULT []" if field.mode == "REPEATED" else ""

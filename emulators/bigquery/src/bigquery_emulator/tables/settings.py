@@ -1,4 +1,4 @@
-"""Dataset and table settings: the stored fields and their validation."""
+"""Dataset and table settings: which fields are stored, and how they are validated."""
 
 from typing import Any
 
@@ -85,10 +85,10 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         created_ms: when the table was created, for the default expiration.
 
     Raises:
-        InvalidError: a field has the wrong type, or a partitioning or clustering column is
-            unsuitable.
-        UnsupportedError: it is an external table, a snapshot or another kind that this server does
-            not support.
+        InvalidError: a field has the wrong type, or a column is unsuitable for partitioning or
+            clustering.
+        UnsupportedError: it is an external table, a snapshot, or another kind of table that this
+            server does not support.
     """
     for name in _OTHER_TABLES:
         if body.get(name):
@@ -103,7 +103,7 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         settings["timePartitioning"] = _time_partitioning(
             schema, settings["timePartitioning"], dataset
         )
-        # Older clients put the filter flag inside the partitioning.
+        # Older clients put the filter flag in the partitioning settings.
         if settings["timePartitioning"].pop("requirePartitionFilter", False):
             settings["requirePartitionFilter"] = True
     if "rangePartitioning" in settings:
@@ -152,7 +152,7 @@ def _time_partitioning(schema: Schema, partitioning: Json, dataset: DatasetResou
     if default_ms is not None and settings.get("expirationMs") is None:
         settings["expirationMs"] = str(default_ms)
     if settings.get("expirationMs") in (None, "0"):
-        # Zero means no expiration, just like an empty field.
+        # Zero means no expiration, just as an empty field does.
         settings.pop("expirationMs", None)
     if settings.get("field"):
         _check_field(schema, settings["field"], _PARTITION_TYPES, "time partitioning")

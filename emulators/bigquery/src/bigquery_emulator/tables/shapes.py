@@ -1,4 +1,4 @@
-"""Prevents row streaming from overlapping with changes to the same table."""
+"""Prevents rows from being streamed into a table while it is being changed."""
 
 import threading
 import time
@@ -14,12 +14,13 @@ _LONGEST_WAIT_S = 60.0
 
 
 class Shapes:
-    """Tracks which tables are receiving rows and which are being altered, replaced or removed.
+    """Tracks which tables are receiving rows and which are being altered, replaced, or removed.
 
     A row added while its table is being rebuilt would be lost.
 
     Args:
-        patience_s: how long rows wait for a change to their table, counted from when it started.
+        patience_s: how long rows wait for a change to their table, measured from the start of the
+            change.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
@@ -27,15 +28,15 @@ class Shapes:
         self._is_free = threading.Condition()
         self._adding: Counter[TableKey] = Counter()
         self._since_s: dict[TableKey, float] = {}
-        """When each table's change started."""
+        """When the change to each table started."""
 
     @contextmanager
     def adding(self, key: TableKey) -> Iterator[None]:
-        """Prevents changes to a table while rows are added, during a `with` block.
+        """Prevents changes to a table while rows are being added, during a `with` block.
 
-        All incoming rows share one thread, so the wait is counted from the start of the change:
-        rows for other tables wait at most that long, no matter how many requests for this table
-        arrive.
+        All incoming rows share one thread, so the wait is measured from the start of the change:
+        rows for other tables wait at most that long, no matter how many requests arrive for this
+        table.
 
         Raises:
             UnavailableError: the change is taking longer than that. The rows can be sent again.

@@ -1,4 +1,4 @@
-"""Stores datasets and tables in the database, alongside the rows.
+"""Stores datasets and tables in the database along with the rows.
 
 The catalog calls this module in its own transactions.
 """
@@ -43,7 +43,7 @@ def load(
 ) -> tuple[dict[DatasetKey, DatasetResource], dict[TableKey, TableResource]]:
     """Returns the catalog that an earlier run left in the database.
 
-    A new database is set up first.
+    If the database is new, it is set up first.
     """
     cursor.execute(_SETUP)
     datasets, tables = {}, {}

@@ -1,8 +1,8 @@
 r"""Checks incoming values against a field's type and converts them for DuckDB.
 
-Used by insertAll, load jobs and query parameters. DuckDB's `from_json` converts a canonical value
-to the column's type: a string for most types, `\xNN` pairs for BYTES, lists and objects for
-REPEATED and RECORD. Source:
+Used by insertAll, load jobs, and query parameters. DuckDB's `from_json` converts a canonical value
+to the column's type: it is a string for most types, `\xNN` sequences for BYTES, and lists and
+objects for REPEATED and RECORD. Source:
 https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#details_of_loading_json_data
 """
 
@@ -36,10 +36,10 @@ _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 class BadValueError(Exception):
-    """A value does not match its field. The message is worded like the service's."""
+    """A value does not match its field. The message is worded as in the service."""
 
     def __init__(self, location: str, message: str) -> None:
-        # It may quote an unpaired surrogate, which no response can contain.
+        # It may quote an unpaired surrogate, which a response can't contain.
         self.location, self.message = (
             text.encode("utf-8", "replace").decode() for text in (location, message)
         )
@@ -61,11 +61,11 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
 
 
 def read_row(text: str | bytes) -> Any:
-    """Parses the JSON in an incoming row, or in a request with rows.
+    """Parses the JSON in an incoming row or in a request that contains rows.
 
     Raises:
-        ValueError: the text is not valid JSON, or contains NaN, Infinity or a number beyond
-            FLOAT64.
+        ValueError: the text is not valid JSON, or contains NaN, Infinity, or a number beyond
+            FLOAT64's range.
     """
     return json.loads(text, parse_constant=_no_number, parse_float=_finite)
 
@@ -167,10 +167,10 @@ def _json(value: Any, path: str) -> msgspec.Raw:
 
 
 def canonical_json(value: Any) -> msgspec.Raw:
-    """Returns a JSON column's value in GoogleSQL's format."""
+    """Returns a JSON column's value in the format that GoogleSQL uses."""
     # Encoded here, because JSON integers may have any size but the row encoder rejects large ones.
     text = write_json(value)
-    # An unpaired surrogate is written as its escape, which DuckDB rejects.
+    # An unpaired surrogate is written as an escape sequence, which DuckDB rejects.
     return msgspec.Raw(text.encode("utf-8", "backslashreplace"))
 
 

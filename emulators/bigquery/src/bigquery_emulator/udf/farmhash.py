@@ -1,7 +1,7 @@
 """FARM_FINGERPRINT: FarmHash's `Fingerprint64`.
 
-PyPI's bindings only have wheels for x86-64 and a few Python versions, so this module implements the
-one function we need. It uses the names from the source: `farmhashna::Hash64` in
+The bindings on PyPI have wheels only for x86-64 and a few Python versions, so this module
+implements the one function we need. It uses the names from the source: `farmhashna::Hash64` in
 https://github.com/google/farmhash.
 """
 

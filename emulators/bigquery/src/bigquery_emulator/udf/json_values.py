@@ -42,12 +42,15 @@ def _no_constant(name: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Returns a value in GoogleSQL's format. Code points sort in the same order as UTF-8 bytes."""
+    """Returns a value in the format that GoogleSQL uses.
+
+    Code points sort in the same order as UTF-8 bytes.
+    """
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
 
 
 def canonical(text: str) -> str:
-    """Returns a JSON text in GoogleSQL's format.
+    """Returns JSON text in the format that GoogleSQL uses.
 
     Raises:
         ValueError: the text is not valid JSON.
@@ -65,11 +68,11 @@ def keys(text: str, depth: int, mode: str) -> list[str]:
 
     Args:
         depth: maximum number of names in a path.
-        mode: `strict` for objects nested in objects, `lax` also for objects in an array, and `lax
-            recursive` also for objects in nested arrays.
+        mode: `strict` for objects nested in objects, `lax` to include objects in an array, and `lax
+            recursive` to include objects in nested arrays.
 
     Raises:
-        ValueError: the depth is not positive, or the mode does not exist.
+        ValueError: the depth is not positive, or there is no such mode.
     """
     if depth < 1:
         raise ValueError("bq: max_depth must be positive.")
@@ -109,7 +112,7 @@ def changed(text: str, path: str, value: str, creates: bool) -> str:
 
     Args:
         path: see `is_path`.
-        value: JSON text of the value.
+        value: the value as JSON text.
         creates: True to create missing parents.
     """
     root = [read_json(text)]

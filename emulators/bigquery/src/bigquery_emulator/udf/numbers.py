@@ -13,10 +13,10 @@ _MODES = {"ROUND_HALF_AWAY_FROM_ZERO": ROUND_HALF_UP, "ROUND_HALF_EVEN": ROUND_H
 
 
 def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
-    """Returns a NUMERIC rounded to this many decimal places, or before the point if negative.
+    """Returns a NUMERIC rounded to this many decimal places (negative: left of the point).
 
     Raises:
-        ValueError: the mode does not exist, or the result has 30 digits before the decimal point.
+        ValueError: there is no such mode, or the result has 30 digits before the decimal point.
     """
     if mode not in _MODES:
         raise ValueError(f"bq: Invalid rounding mode: {mode}")
@@ -28,7 +28,9 @@ def round_numeric(value: Decimal, digits: int, mode: str) -> Decimal:
 
 
 def format_numeric(form: str, value: Decimal) -> str:
-    """Formats a NUMERIC with a FORMAT specifier, such as `%10.2f`. Halves round away from zero.
+    """Formats a NUMERIC with a FORMAT specifier, such as `%10.2f`.
+
+    Halves are rounded away from zero.
 
     Raises:
         ValueError: the format requests too many digits.

@@ -19,13 +19,13 @@ _PASSING_REASONS = frozenset({"rateLimitExceeded", "quotaExceeded"})
 
 
 class TableUnavailable(Exception):
-    """BigQuery did not accept the rows this time. They can be sent again."""
+    """BigQuery did not accept the rows this time. The rows can be sent again."""
 
 
 class TableUnusable(Exception):
-    """Nothing can be written to the table until someone fixes it or its permissions.
+    """Nothing can be written to the table until someone fixes the table or its permissions.
 
-    `state` is the subscription's new state, by its name in `BigQueryConfig.State`.
+    `state` is the subscription's new state, as named in `BigQueryConfig.State`.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class BigQueryTable:
         return columns_of(self._json(answer).get("schema", {}))
 
     async def insert(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Add rows. Return the reasons for rejected rows, keyed by index in `rows`.
+        """Add rows. Return the reasons why rows were rejected, keyed by index in `rows`.
 
         Raises:
-            TableUnusable: the table does not exist, or writing is denied.
+            TableUnusable: the table does not exist, or write access is denied.
             TableUnavailable: BigQuery did not respond. BigQuery may have added the rows anyway.
         """
         body = {
@@ -80,7 +80,7 @@ class BigQueryTable:
             }
         if len(rows) == 1:
             return {0: _message(answer)}
-        half = len(rows) // 2  # The request is too large, or a single row makes it fail.
+        half = len(rows) // 2  # The request is too large, or a single row causes it to fail.
         first, second = await self.insert(rows[:half]), await self.insert(rows[half:])
         return first | {half + place: why for place, why in second.items()}
 

@@ -1,6 +1,6 @@
-"""The entry point to the state machine: runs any API call by name.
+"""The entry point to the state machine: runs any API call, given its name.
 
-It uses neither gRPC nor an event loop. Only `call`, the steps of a publish, the timers and
+It uses neither gRPC nor an event loop. Only `call`, the steps of a publish, the timers, and
 `SubscriptionState.take` change the state, and each change is written to the journal.
 """
 
@@ -22,12 +22,12 @@ DEFAULT_STORAGE_BYTES = 2 * 1024**3
 
 
 class Broker:
-    """Topics, subscriptions, snapshots and schemas.
+    """Topics, subscriptions, snapshots, and schemas.
 
     `topics` and `schemas` are for callers that check large messages in a thread.
 
     Args:
-        now_s: the clock, in seconds since the epoch. It must never go backwards.
+        now_s: a clock that returns seconds since the epoch. The clock must never go backward.
         storage_bytes: memory limit for messages. A publish that exceeds it is rejected with
             RESOURCE_EXHAUSTED.
         journal: receives each change. By default, nothing outlives the process.
@@ -96,13 +96,13 @@ class Broker:
         """Run an API call.
 
         Args:
-            name: the call's name in `google.pubsub.v1`, for example `Publish`. Not Pull or
+            name: the call's name in `google.pubsub.v1`, such as `Publish`. Not Pull or
                 StreamingPull.
             request: the call's raw protobuf request. A Publish takes ownership of its messages.
 
         Returns:
-            The raw protobuf response. It belongs to the broker and must be serialized before the
-                next call.
+            The raw protobuf response. The response belongs to the broker and must be serialized
+                before the next call.
 
         Raises:
             PubsubError: the call was rejected and changed nothing.
@@ -110,8 +110,8 @@ class Broker:
         return self._calls[name](request)
 
     def pullable(self, path: str) -> SubscriptionState:
-        """Return a subscription to `take` from.
+        """Return a subscription on which to call `take`.
 
-        Raises `NotFound` or `FailedPrecondition`, just as a pull does.
+        Raises `NotFound` or `FailedPrecondition` just as a pull does.
         """
         return self._subscriptions.consumable(path, for_pull=True)

@@ -18,8 +18,8 @@ def page_of(
 ) -> tuple[list[Resource], str]:
     """Return a page of `(name, resource)` pairs, sorted by name, and the next token or "".
 
-    A token contains the name to resume after, so creating or deleting resources between pages is
-    harmless.
+    A token contains the name to resume after, so it does no harm to create or delete resources
+    between pages.
 
     Raises:
         InvalidArgument: the size is negative, or the token was not returned by a list method.

@@ -13,7 +13,7 @@ from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_versi
 from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
-"""The service's default etag if no policy was ever set; in base64, `ACAB`."""
+"""The service's default etag if no policy has been set; in base64, `ACAB`."""
 _ETAG_BYTES = 8
 _MAX_PERMISSIONS = 100
 _FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
@@ -21,7 +21,7 @@ _TestIamPermissionsResponse = message_class("TestIamPermissionsResponse")
 
 
 class PolicyCalls:
-    """IAM policies for topics, subscriptions, snapshots and schemas."""
+    """IAM policies for topics, subscriptions, snapshots, and schemas."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -56,7 +56,7 @@ class PolicyCalls:
     def test_iam_permissions(self, request: Any) -> Any:
         """Return all permissions in the request, because everything is permitted here.
 
-        If the resource does not exist, return none, as the service does.
+        If the resource does not exist, return no permissions, as the service does.
         """
         check_range("permissions count", len(request.permissions), 0, _MAX_PERMISSIONS)
         for permission in request.permissions:

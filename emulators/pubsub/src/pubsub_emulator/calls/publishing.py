@@ -17,7 +17,8 @@ class Publishing:
     """A publish that passed its checks. Its messages are delivered only after `let_out`.
 
     Args:
-        request: a `PublishRequest` that passed its checks. Its messages are moved out of it.
+        request: a `PublishRequest` that passed its checks. The messages are moved out of the
+            request.
 
     Raises:
         PubsubError: the publish was rejected and changed nothing.
@@ -42,7 +43,9 @@ class Publishing:
         return _PublishResponse(message_ids=self.message_ids)
 
     def take_in(self) -> Generator[None]:
-        """Add the messages in steps. If closed before the last step, undo everything.
+        """Add the messages in steps.
+
+        If the generator is closed before the last step, undo everything.
 
         Raises:
             ResourceExhausted: the messages and their copies for all subscriptions would use too
@@ -68,7 +71,7 @@ class Publishing:
             raise
 
     def let_out(self) -> Iterator[None]:
-        """Make the messages available to subscribers, yielding between subscriptions."""
+        """Make the messages available to subscribers, yielding after each subscription."""
         return self._arrivals.let_out()
 
     def _withdraw(self) -> None:

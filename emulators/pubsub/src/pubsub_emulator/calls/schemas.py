@@ -37,7 +37,7 @@ _ValidateMessageResponse = message_class("ValidateMessageResponse")
 
 
 class SchemaCalls:
-    """Creates, returns, revises, deletes and validates schemas."""
+    """Creates, returns, revises, deletes, and validates schemas."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -62,7 +62,7 @@ class SchemaCalls:
         return viewed
 
     def list_schemas(self, request: Any) -> Any:
-        """List the latest revisions of a project's schemas, paged."""
+        """List the latest revisions of a project's schemas, in pages."""
         check_project(request.parent)
         named = (
             (path, schema.latest)
@@ -73,7 +73,7 @@ class SchemaCalls:
         return _ListSchemasResponse(schemas=_shown(page, request.view), next_page_token=token)
 
     def list_schema_revisions(self, request: Any) -> Any:
-        """List a schema's revisions, oldest first, paged."""
+        """List a schema's revisions, oldest first, in pages."""
         schema = self._registry.schema(request.name)
         numbered = ((f"{number:04}", revision) for number, revision in enumerate(schema.revisions))
         page, token = page_of(numbered, request.page_size, request.page_token)
@@ -125,7 +125,7 @@ class SchemaCalls:
         return schema.latest
 
     def delete_schema(self, request: Any) -> Any:
-        """Delete a schema. Its topics then show `_deleted-schema_` and reject messages."""
+        """Delete a schema. The schema's topics then show `_deleted-schema_` and reject messages."""
         schema = self._registry.schema(request.name)
         del self._registry.schemas[schema.path]
         self._registry.erase(schema.path)
@@ -142,12 +142,12 @@ class SchemaCalls:
         return _ValidateSchemaResponse()
 
     def validate_message(self, request: Any) -> Any:
-        """Reject a message that does not match a schema or the request's definition."""
+        """Reject a message that does not match a schema or the definition in the request."""
         self.validation(request).run([request.message])
         return _ValidateMessageResponse()
 
     def validation(self, request: Any) -> MessageCheck:
-        """Return the check for a ValidateMessage request."""
+        """Return the check that a ValidateMessage request asks for."""
         check_project(request.parent)
         spec = request.WhichOneof("schema_spec")
         if spec is None:

@@ -55,7 +55,7 @@ class SnapshotCalls:
         return self._registry.snapshot(request.snapshot).proto
 
     def update_snapshot(self, request: Any) -> Any:
-        """Change a snapshot's labels, or change its expiration within the 7 days."""
+        """Change a snapshot's labels, or its expiration within the 7 days."""
         snapshot = self._registry.snapshot(request.snapshot.name)
         proto = checked_snapshot(
             merge_update(snapshot.proto, request.snapshot, request.update_mask)
@@ -85,7 +85,7 @@ class SnapshotCalls:
         return empty()
 
     def seek(self, request: Any) -> Any:
-        """Move a subscription to a time or a snapshot: acks or redelivers in bulk."""
+        """Move a subscription to a time or a snapshot: acks or redelivers messages in bulk."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.proto.detached:
             raise FailedPrecondition(f"Subscription is detached (resource={request.subscription}).")

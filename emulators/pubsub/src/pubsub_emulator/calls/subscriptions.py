@@ -1,4 +1,7 @@
-"""The Subscriber service on the broker's state. Pull and StreamingPull are in `streaming`."""
+"""The Subscriber service on the broker's state.
+
+Pull and StreamingPull are in the `streaming` module.
+"""
 
 from typing import Any
 
@@ -30,7 +33,7 @@ _ListSubscriptionsResponse = message_class("ListSubscriptionsResponse")
 
 
 class SubscriptionCalls:
-    """Creates, returns, changes and deletes subscriptions, and handles acks and deadlines.
+    """Creates, returns, changes, and deletes subscriptions, and handles acks and deadlines.
 
     Args:
         has_bigquery: True if this server can write to BigQuery.
@@ -41,7 +44,7 @@ class SubscriptionCalls:
         self._has_bigquery = has_bigquery
 
     def create_subscription(self, request: SubscriptionProto) -> Any:
-        """Create a subscription. It receives messages published from then on."""
+        """Create a subscription. The subscription receives messages published from then on."""
         proto = checked_subscription(request)
         if proto.name in self._registry.subscriptions:
             raise resource_exists(proto.name)
@@ -63,9 +66,9 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def update_subscription(self, request: Any) -> Any:
-        """Change a subscription's masked fields.
+        """Change those fields of a subscription that are in the mask.
 
-        Its filter, topic and ordering can't be changed.
+        Its filter, topic, and ordering can't be changed.
         """
         subscription = self._registry.subscription(request.subscription.name)
         merged = merge_update(subscription.proto, request.subscription, request.update_mask)
@@ -108,7 +111,7 @@ class SubscriptionCalls:
     def acknowledge(self, request: Any) -> Any:
         """Ack messages.
 
-        Raises `AckIdsRefused` for ids that are no longer valid with exactly-once delivery.
+        With exactly-once delivery, raises `AckIdsRefused` for IDs that are no longer valid.
         """
         subscription = self.consumable(request.subscription)
         check_ack_request_size(request)
@@ -137,7 +140,8 @@ class SubscriptionCalls:
 
         Raises:
             NotFound: the subscription does not exist.
-            FailedPrecondition: it is detached, or it can't be pulled although `for_pull` is set.
+            FailedPrecondition: the subscription is detached, or `for_pull` is set and it can't be
+                pulled from.
         """
         subscription = self._registry.subscription(path)
         if subscription.proto.detached:

@@ -24,7 +24,7 @@ _DetachSubscriptionResponse = message_class("DetachSubscriptionResponse")
 
 
 class TopicCalls:
-    """Creates, returns, changes and deletes topics, and publishes to them."""
+    """Creates, returns, changes, and deletes topics, and publishes to them."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -46,7 +46,7 @@ class TopicCalls:
         return self._registry.topic(request.topic).proto
 
     def update_topic(self, request: Any) -> Any:
-        """Change an existing topic's masked fields."""
+        """Change those fields of an existing topic that are in the mask."""
         topic = self._registry.topic(request.topic.name)
         proto = checked_topic(merge_update(topic.proto, request.topic, request.update_mask))
         check_schema_settings(proto, topic.proto, self._registry.schema)
@@ -67,7 +67,7 @@ class TopicCalls:
         return _ListTopicsResponse(topics=page, next_page_token=token)
 
     def list_topic_subscriptions(self, request: Any) -> Any:
-        """List the names of a topic's subscriptions, paged."""
+        """List the names of a topic's subscriptions, in pages."""
         topic = self._registry.topic(request.topic)
         named = (
             (subscription.path, subscription.path)
@@ -78,7 +78,7 @@ class TopicCalls:
         return _ListTopicSubscriptionsResponse(subscriptions=page, next_page_token=token)
 
     def list_topic_snapshots(self, request: Any) -> Any:
-        """List the names of a topic's snapshots, paged."""
+        """List the names of a topic's snapshots, in pages."""
         topic = self._registry.topic(request.topic)
         named = (
             (path, path)
@@ -106,7 +106,7 @@ class TopicCalls:
         return empty()
 
     def publish(self, request: Any) -> Any:
-        """Publish messages in one step. Returns their ids in request order."""
+        """Publish messages in one step. Returns their IDs in the same order as in the request."""
         check = self.message_check(request)
         if check is None:
             publishing = self.begin_publish(request)

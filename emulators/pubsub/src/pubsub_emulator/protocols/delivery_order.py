@@ -5,16 +5,16 @@ from collections.abc import Iterable
 _LIBRARY_HEADER = "x-goog-api-client"
 _NODE = "gl-node/"
 NODE_PAUSE_S = 0.001
-"""Time Node's library needs between receiving a response and returning from `publish`."""
+"""How long Node's library takes between receiving a response and returning from `publish`."""
 
 
 def pause_before_delivery_s(headers: Iterable[tuple[str, str | bytes]] | None) -> float | None:
     """Return how long to hold messages back after the publish response has been sent.
 
     Google's libraries get the response first, because a program may wait for a published message's
-    id and look it up when the message arrives, as Google's samples do. For other clients, delivery
-    happens as early as possible: before the response, while the data directory is being written.
-    That saves up to 0.6 ms per round trip (decision 72).
+    ID and look it up when the message arrives, as Google's samples do. For other clients, messages
+    are delivered as early as possible: before the response, while the data directory is being
+    written to. That saves up to 0.6 ms per round trip (decision 72).
 
     Args:
         headers: the publish request's headers, with names in lowercase.

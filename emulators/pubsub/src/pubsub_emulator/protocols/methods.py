@@ -81,8 +81,8 @@ _CALLS = {
         "TestIamPermissions": ("TestIamPermissionsRequest", "TestIamPermissionsResponse"),
     },
 }
-# Changes made by these calls must be durable before the response is sent; the other calls only
-# read, or change leases.
+# Changes made by these calls must be durable before the response is sent; the other calls only read
+# data or change leases.
 _LASTING_CALLS = frozenset(
     {
         "CreateTopic",
@@ -106,7 +106,7 @@ _LASTING_CALLS = frozenset(
     }
 )
 _CALLS_WITH_DEFINITIONS = ("CreateSchema", "CommitSchema", "ValidateSchema")
-# Separate threads, so that a client with slow definitions delays only similar calls.
+# Separate threads, so that a client with slow definitions delays only calls of the same kind.
 _readers = ThreadPoolExecutor(2, "definitions")
 
 
@@ -114,7 +114,10 @@ class Call(Protocol):
     """The parts of a gRPC call context that a method needs."""
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the caller gives up. None if it never does."""
+        """Return the number of seconds until the caller gives up.
+
+        None if the caller never gives up.
+        """
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
         """Return the headers, with names in lowercase."""
@@ -173,8 +176,8 @@ def _publish(broker: Broker) -> Answer:
             # done while the publish is being written, because the response confirms the write
             run_on(publishing.let_out())
         else:
-            # Waits in the journal, because a caller that gives up must not leave a publish half
-            # done.
+            # Waits in the journal, because a publish must not be left half done when its caller
+            # gives up.
             let_out = partial(run_on, publishing.let_out())
             journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
@@ -213,14 +216,14 @@ def _with_definition(broker: Broker, name: str) -> Answer:
     async def answer_with_definition(request: Any, call: Call) -> bytes:
         definitions = await _read_definitions(broker, name, request)
         response = await answer(request, call)
-        del definitions  # kept until this point so that definitions are not parsed again
+        del definitions  # kept this long so that definitions aren't parsed again
         return response
 
     return answer_with_definition
 
 
 async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
-    """Read the slow definitions that a call needs, in a thread."""
+    """In a thread, read the definitions that a call needs and that are slow to read."""
     schemas = [request.schema]
     if name == "CommitSchema" and request.name in broker.registry.schemas:
         schemas.append(broker.registry.schemas[request.name].latest)
@@ -250,7 +253,7 @@ def _acknowledge(broker: Broker) -> Answer:
             # The response implicitly confirms every id that it does not name.
             await broker.journal.acks_committed()
             raise
-        # Otherwise acks are best effort, and are written with the next publish.
+        # Otherwise, acks are best-effort and are written with the next publish.
         if broker.registry.subscriptions[request.subscription].settings.exactly_once:
             await broker.journal.acks_committed()
         return response

@@ -1,4 +1,4 @@
-"""The REST server: maps HTTP requests with JSON to the same methods as gRPC."""
+"""The REST server: maps JSON requests over HTTP to the same methods that gRPC calls."""
 
 import asyncio
 import json
@@ -19,7 +19,9 @@ from pubsub_emulator.protocols.rest_rules import find_rule
 from pubsub_emulator.protocols.transcoding import to_json, to_request
 
 _MAX_BODY_BYTES = 16 * 1024**2
-"""The same limit as for a gRPC call. Base64 makes a publish at the limit a third larger."""
+"""The same limit as for a gRPC call. Base64 makes a publish request of the maximum size a third
+larger.
+"""
 _LARGE_BODY_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that other calls can run in the meantime."""
 # Source: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto

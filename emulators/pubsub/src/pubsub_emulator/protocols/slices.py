@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 SLICE_S = 0.002
 """Maximum duration of a slice.
 
-Another call needs about ten loop iterations, and each may include a slice.
+Another call needs about ten loop iterations, and each iteration may include a slice.
 """
 
 

@@ -1,4 +1,4 @@
-"""Converts between HTTP with JSON and the services' protobuf requests and responses.
+"""Converts between JSON over HTTP and the services' protobuf requests and responses.
 
 Source: https://github.com/googleapis/googleapis/blob/master/google/api/http.proto and
 https://protobuf.dev/programming-guides/json/.
@@ -34,7 +34,7 @@ def to_request(
     parameters: Sequence[tuple[str, str]],
     body: bytes,
 ) -> Any:
-    """Convert an HTTP request to its protobuf request.
+    """Convert an HTTP request to the corresponding protobuf request.
 
     Args:
         path_fields: fields from the path, keyed by name.
@@ -56,7 +56,7 @@ def to_request(
         json_format.ParseDict(_with_camel_masks(fields), request)
         for name, value in path_fields.items():
             _set(request, name, value)
-    # The parser raises its own errors, and various others caused by values of the wrong type.
+    # The parser raises its own errors, plus various others if values have the wrong type.
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:

@@ -23,7 +23,7 @@ _OWN_HEADERS = frozenset(
 def push_payload(
     subscription: SubscriptionState, delivery: Delivery
 ) -> tuple[list[tuple[str, str]], bytes]:
-    """Return the headers and body of a delivery's POST, following its push configuration."""
+    """Return the headers and body to POST for a delivery, per its push configuration."""
     push_config = subscription.proto.push_config
     if push_config.WhichOneof("wrapper") != "no_wrapper":
         return [_USER_AGENT, ("Content-Type", "application/json")], _envelope(
@@ -40,7 +40,7 @@ def push_payload(
 def _envelope(subscription: SubscriptionState, delivery: Delivery) -> bytes:
     proto = delivery.message.proto
     published = proto.publish_time.ToJsonString()
-    # The service's envelope spells the id and time both ways; receivers may read either.
+    # The service's envelope spells the id and time two ways; receivers may read either.
     message: dict[str, Any] = {
         "messageId": proto.message_id,
         "message_id": proto.message_id,

@@ -32,7 +32,7 @@ def check_changes(latest: Schema, revised: Schema) -> None:
     """Reject a revision that can't read data written with the latest one, or vice versa.
 
     Raises:
-        Malformed: the data can't be read; the message names the part.
+        Malformed: the data can't be read; the message names the affected part.
     """
     _Reading("the revision can't read data written by the previous one").check(revised, latest)
     _Reading("the previous one can't read data written by the revision").check(latest, revised)

@@ -13,9 +13,9 @@ from pubsub_emulator.schemas.avro_json import check_json
 from pubsub_emulator.schemas.mismatch import Budget, Malformed
 
 MAX_NESTING = 64
-"""Maximum nesting of a definition's JSON.
+"""Maximum nesting depth of a definition's JSON.
 
-The library's errors repeat each level, so formatting them took seconds with deeper nesting.
+The library's errors repeat every level, so with deeper nesting, formatting them took seconds.
 """
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,
@@ -51,7 +51,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
         raise Malformed(f"it is nested more than {MAX_NESTING} levels deep") from None
-    # The library raises its own errors, and various others caused by values of the wrong type.
+    # The library raises its own errors, plus various others if values have the wrong type.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):
@@ -60,7 +60,7 @@ def _parsed(definition: str) -> avro.schema.Schema:
 
 
 def _without_logical_types(value: Any) -> Any:
-    """Remove parts of a definition that don't affect the encoding but make the library warn."""
+    """Remove definition parts that don't affect the encoding but trigger library warnings."""
     if isinstance(value, list):
         return [_without_logical_types(inner) for inner in value]
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
 
 _LONGEST_REASON = 500
-"""Maximum length of a reason. Compilers repeat any text they could not parse."""
+"""Maximum length of a reason. Compilers quote any text that they can't parse."""
 _QUICKLY_READ_LENGTH = 8 * 1024
 _PROTOCOL_BUFFER = 1
 
@@ -23,7 +23,7 @@ _READERS: dict[int, type[AvroDefinition] | type[ProtoDefinition]] = {
     _PROTOCOL_BUFFER: ProtoDefinition,
 }
 
-# A definition is parsed only once while it is in use and for a while afterward, because callers who
+# A definition stays parsed while it is in use and for a while afterward, because callers that
 # validate messages send the definition every time.
 _in_use: "WeakValueDictionary[tuple[int, str], Definition]" = WeakValueDictionary()
 _read_last: "deque[Definition]" = deque(maxlen=8)
@@ -36,7 +36,7 @@ def read_definition(schema: Any) -> Definition:
         schema: a `google.pubsub.v1.Schema` with a type and a definition.
 
     Raises:
-        InvalidArgument: the type is missing, or the definition is invalid. The message has the
+        InvalidArgument: the type is missing, or the definition is invalid. The message states the
             reason.
     """
     key = (schema.type_, schema.definition)
@@ -48,7 +48,7 @@ def read_definition(schema: Any) -> Definition:
 
 
 def kind_of(schema: Any) -> str:
-    """Return AVRO or PROTO, the schema type named in message errors."""
+    """Return AVRO or PROTO, the schema type to name in errors about messages."""
     return _READERS[schema.type_].kind
 
 

@@ -1,9 +1,10 @@
 """Reasons a definition is invalid or a message does not match, and limits on validation."""
 
 MAX_DEPTH = 100
-"""Maximum nesting of a message's values. Schemas may be recursive."""
+"""Maximum nesting depth of a message's values. Schemas may be recursive."""
 MAX_VALUES = 5_000_000
-"""Maximum values checked for one request's messages, over all revisions. This takes seconds.
+"""Maximum number of values checked for one request's messages, across all revisions. This takes
+seconds.
 
 A few bytes of a message can encode any number of zero-byte values.
 """
@@ -25,7 +26,7 @@ class Mismatch(Exception):
         self._place: list[str] = []
 
     def within(self, part: str) -> None:
-        """Prepend a part of the location. Parts are added from the inside out."""
+        """Prepend a component to the location. Components are added from the inside out."""
         self._place.append(part)
 
     def __str__(self) -> str:
@@ -46,8 +47,8 @@ class Budget:
         """Count a value.
 
         Args:
-            depth: number of values that this value is nested inside.
-            values: cost of checking the value, as a number of values.
+            depth: number of values in which this value is nested.
+            values: cost of checking the value, expressed as a number of values.
 
         Raises:
             Mismatch: the value is nested too deeply, or there are too many values.

@@ -21,7 +21,7 @@ from pubsub_emulator.schemas.proto_types import (
 
 _VARINTS = re.compile(rb"(?:[\x80-\xff]{0,9}[\x00-\x7f])*+")
 _MAX_PARTS = 1000
-"""Maximum parts of a message that are checked together. Readers merge the parts."""
+"""Maximum number of message parts that are checked together. Readers merge the parts."""
 _PIECE_BYTES = 64 * 1024
 """Bytes matched at a time. Other threads wait during a match."""
 _PACKED_BYTES_A_VALUE = 64

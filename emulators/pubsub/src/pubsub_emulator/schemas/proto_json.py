@@ -1,7 +1,7 @@
 """Validates a message in the JSON encoding of protocol buffers.
 
-Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, as parsers do by
-default. Definitions have no imports, so no type has a special JSON form.
+Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, as is the
+default for parsers. Definitions have no imports, so no type has a special JSON form.
 """
 
 import json

@@ -16,8 +16,8 @@ MAX_CPU_S = 5
 MAX_MEMORY_MIB = 512
 """Far more than any real definition needs.
 
-At the maximum size of 300 KiB, 50,000 reserved numbers took the longest, and names 50,000 letters
-long used the most memory.
+At the maximum size of 300 KiB, 50,000 reserved numbers took the longest to compile, and names
+50,000 letters long used the most memory.
 """
 LIMIT_S = 30.0
 _CHILD = Path(__file__).with_name("protoc_child.py")

@@ -1,6 +1,6 @@
 """The child process of `protoc.py`: compiles standard input within time and memory limits.
 
-It runs without this package and its libraries: `protoc_child.py <libraries> <seconds> <MiB>`.
+It runs without this package or its libraries: `protoc_child.py <libraries> <seconds> <MiB>`.
 """
 
 import importlib

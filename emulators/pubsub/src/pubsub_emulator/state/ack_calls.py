@@ -1,4 +1,4 @@
-"""Consumer calls about their messages: acks, nacks, and lease extensions."""
+"""Consumers' calls regarding their messages: acks, nacks, and lease extensions."""
 
 from collections.abc import Iterable
 
@@ -30,7 +30,7 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
     """Ack the messages with these ack ids.
 
     Returns:
-        Rejected ack ids with reasons. Empty without exactly-once delivery, where an expired id acks
+        Rejected ack ids with reasons. Empty without exactly-once delivery: an expired id then acks
             the message if it still exists and is otherwise ignored.
 
     Raises:

@@ -33,7 +33,7 @@ class BacklogOwner(Protocol):
         """Record that a message was acked."""
 
     def next_number(self) -> int:
-        """Return a number for a returned delivery, higher than all previous numbers."""
+        """Return a number, higher than all previous ones, for a delivery that was returned."""
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
         """Publish to the dead-letter topic. Return False if the topic no longer exists."""
@@ -63,7 +63,7 @@ class Backlog:
 
     @property
     def oldest(self) -> StoredMessage | None:
-        """The message that was published first among the unacked ones."""
+        """The unacked message that was published first."""
         oldest = self._queue.oldest
         return None if oldest is None else oldest.message
 
@@ -74,7 +74,7 @@ class Backlog:
         return 0 if oldest is None else oldest.attempts
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Add a message and wake a consumer, unless an older one with its ordering key is present.
+        """Add a message; wake a consumer unless an older message has the same ordering key.
 
         With `arrivals`, the message becomes available only once they are released.
         """
@@ -82,7 +82,7 @@ class Backlog:
         self._queue.place(Delivery(message.sequence, message), arrivals)
 
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
-        """Add a message from before a restart. The restart ended any lease.
+        """Add a message that predates a restart. The restart ended any lease on it.
 
         A message that had already used its last attempt becomes a dead letter as soon as timers
         run.
@@ -103,7 +103,7 @@ class Backlog:
     def take(self, consumer: Consumer, max_messages: int = MAX_TAKE) -> list[Delivery]:
         """Lease ready messages to a consumer, within its capacity and share.
 
-        Messages that continue the consumer's ordering keys come first.
+        Messages with ordering keys that the consumer already holds come first.
 
         Returns:
             At most `max_messages`, oldest first. Empty if nothing is available, in which case the
@@ -129,7 +129,7 @@ class Backlog:
         return deliveries
 
     def _hand_out(self, delivery: Delivery, consumer: Consumer, due_s: float) -> bool:
-        """Lease a delivery. Returns whether any consumer could have taken it."""
+        """Lease a delivery. Returns whether any consumer could have taken the delivery."""
         delivery.attempts += 1
         delivery.handouts += 1
         self._journal.hold(delivery.message, self._holder, delivery.number, delivery.attempts)
@@ -138,11 +138,14 @@ class Backlog:
         return self._queue.took(delivery, consumer)
 
     def busy(self, consumer: Consumer) -> None:
-        """Wake others in place of a consumer that took nothing and has no capacity now."""
+        """Wake others in place of a consumer that took nothing and now has no capacity."""
         self.consumers.busy(consumer, len(self._queue.ready))
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases last until they are acked or nacked, or expire."""
+        """Disconnect a consumer.
+
+        Its leases last until their messages are acked or nacked, or until they expire.
+        """
         self.consumers.leave(consumer, len(self._queue.ready))
 
     def serialized(self, deliveries: Iterable[Delivery]) -> bytes:

@@ -1,4 +1,4 @@
-"""A subscription's deliveries, their consumers, and waking consumers for new deliveries.
+"""A subscription's deliveries and consumers; wakes consumers for new deliveries.
 
 Consumers take as many messages as they have capacity for; nothing is queued for them here. A stream
 that can't write therefore leaves messages for others, and messages that arrive while it is writing
@@ -39,13 +39,13 @@ class Consumer:
         self.is_waiting = False
         self.has_left = False
         self.keys: dict[str, None] = {}
-        """Ordering keys whose next message may go to this consumer, which holds the earlier ones.
+        """Ordering keys whose next message may go to this consumer, since it holds earlier ones.
         """
         self.ended: PubsubError | None = None
 
     @property
     def has_room(self) -> bool:
-        """True if flow control allows it another message."""
+        """True if flow control allows the consumer another message."""
         return (self.max_messages <= 0 or self.outstanding_messages < self.max_messages) and (
             self.max_bytes <= 0 or self.outstanding_bytes < self.max_bytes
         )
@@ -54,13 +54,13 @@ class Consumer:
 State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
 """A delivery's state.
 
-- arriving: waits until the whole publish has been added, or has been committed and its response
-  sent.
+- arriving: waits until the whole publish has been added, or until it has been committed and its
+  response has been sent.
 - ready: can be handed to the next consumer.
-- held: waits behind an older message with the same ordering key. Only the consumer that has the
+- held: waits behind an older message with the same ordering key. Only the consumer that holds the
   older message can take it.
-- backoff: was nacked or its lease expired, and the retry policy is holding it back.
-- leased: held by a consumer until it is acked or nacked or its lease expires.
+- backoff: was nacked, or its lease expired; held back by the retry policy.
+- leased: held by a consumer until it is acked or nacked, or until its lease expires.
 - settled: has left the subscription.
 
 Not an enum, because looking up a member takes 0.1 us and happens ten times per message.
@@ -72,9 +72,9 @@ class Delivery:
 
     `number` is unique in the subscription, even after a seek.
 
-    `handouts` counts how often the message was handed to a consumer. `attempts` counts handouts
-    that were not revoked for another reason: 1 + nacks + expired leases at each delivery, as
-    `delivery_attempt` is defined.
+    `handouts` counts how many times the message was handed to a consumer. `attempts` is 1 + nacks +
+    expired leases at each delivery, as `delivery_attempt` is defined; handouts revoked for another
+    reason don't count.
 
     `failure` is the reason the last attempt failed, if this server made that attempt.
     """
@@ -154,7 +154,7 @@ class Consumers:
             consumer.wake()
 
     def share(self, consumer: Consumer, ready: int) -> int:
-        """Return how many ready messages a consumer may take, leaving as many for each idle one."""
+        """Return how many ready messages a consumer may take, leaving as many per idle consumer."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False

@@ -43,7 +43,7 @@ class ChangeJournal:
         """Record that a resource was deleted."""
 
     def keep(self, message: "StoredMessage") -> None:
-        """Record a new message. It remains until it is dropped."""
+        """Record a new message. The message remains until it is dropped."""
 
     def drop(self, sequence: int) -> None:
         """Record that no subscription or snapshot holds a message anymore."""
@@ -86,6 +86,6 @@ class ChangeJournal:
     def after_commit(self, act: Callable[[], None]) -> None:
         """Call `act` once everything recorded so far will survive this process.
 
-        Callers waiting for this in `committed` continue first.
+        Callers waiting for this in `committed` resume first.
         """
         asyncio.get_running_loop().call_soon(act)

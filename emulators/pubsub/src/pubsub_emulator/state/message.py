@@ -10,9 +10,9 @@ MESSAGE_COST_BYTES = 320
 ATTRIBUTE_COST_BYTES = 180
 """Memory per attribute, which is stored both in the serialized message and as text."""
 DELIVERY_COST_BYTES = 700
-"""Maximum memory per subscription that has the message, reached while it is leased."""
-# All three values are the memory growth of a process with 60,000 messages, rounded up (CPython
-# 3.11).
+"""Maximum memory per subscription holding the message, reached while it is leased."""
+# All three values come from the memory growth of a process with 60,000 messages, rounded up
+# (CPython 3.11).
 
 
 class Storage:
@@ -51,13 +51,13 @@ def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
     """Return the memory used by messages, not counting the subscriptions that hold them.
 
     Args:
-        size_bytes: total size in bytes, serialized.
+        size_bytes: total serialized size in bytes.
     """
     return size_bytes + MESSAGE_COST_BYTES * messages + ATTRIBUTE_COST_BYTES * attributes
 
 
 class StoredMessage:
-    """A message with the id and time set by the server.
+    """A message whose id and time were set by the server.
 
     `sequence` is the message's position in the order of arrival across all topics. `serialized` is
     used in each response and in the journal, so it is created only once.
@@ -94,7 +94,7 @@ class StoredMessage:
 
     @property
     def proto(self) -> PubsubMessage:
-        """Return the message, parsed again. The result belongs to the caller."""
+        """Parse the message again and return it. The result belongs to the caller."""
         return PubsubMessage.FromString(self.serialized)
 
     def __del__(self) -> None:

@@ -11,7 +11,10 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 
 
 class OrderingLine:
-    """Messages with one key. The first `out` are leased to `owner`, unless it has disconnected."""
+    """Messages with one key.
+
+    The first `out` deliveries are leased to `owner`, unless it has disconnected.
+    """
 
     __slots__ = ("deliveries", "out", "owner")
 
@@ -22,7 +25,7 @@ class OrderingLine:
 
     @property
     def next(self) -> Delivery | None:
-        """The oldest delivery that no consumer has."""
+        """The oldest delivery that no consumer has taken."""
         return self.deliveries[self.out] if self.out < len(self.deliveries) else None
 
     def took(self, consumer: Consumer | None) -> None:

@@ -15,7 +15,7 @@ VERSIONS = (0, 1, 3)
 class StoredPolicy:
     """A resource's policy in stored form.
 
-    `proto` has the resource and the policy. `holder` is the policy's number in the journal.
+    `proto` contains the resource and the policy. `holder` is the policy's number in the journal.
     """
 
     moment_s = 0.0

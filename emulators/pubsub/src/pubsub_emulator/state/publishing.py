@@ -16,7 +16,8 @@ MAX_ATTRIBUTES = 100
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 1024
 MAX_ORDERING_KEY_BYTES = 1024
-# A character has at most four bytes, so shorter strings don't need to be encoded to be counted.
+# A character has at most four bytes, so sufficiently short strings can be checked without encoding
+# them.
 _SHORT_KEY = MAX_KEY_BYTES // 4
 _SHORT_VALUE = MAX_VALUE_BYTES // 4
 
@@ -41,8 +42,8 @@ def check_publish(request: PublishRequest) -> Measured:
     """Check a publish request's messages. Returns the data read from them.
 
     Raises:
-        InvalidArgument: there are too many messages, or they are too large, empty, have an invalid
-            attribute, or have different ordering keys.
+        InvalidArgument: there are too many messages, or they are too large, are empty, have an
+            invalid attribute, or have different ordering keys.
     """
     messages = request.messages
     check_range("message_count", len(messages), 1, MAX_MESSAGES)

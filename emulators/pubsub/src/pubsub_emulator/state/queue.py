@@ -83,7 +83,10 @@ class DeliveryQueue:
         return next(iter(self.ready.values())) if share > 0 and self.ready else None
 
     def took(self, delivery: Delivery, consumer: Consumer | None) -> bool:
-        """Record that a delivery was leased. Returns whether any consumer could have taken it."""
+        """Record that a delivery was leased.
+
+        Returns whether any consumer could have taken the delivery.
+        """
         was_ready = self.ready.pop(delivery.number, None) is not None
         if self._is_ordered(delivery.message):
             self._lines.of(delivery).took(consumer)
@@ -129,7 +132,7 @@ class DeliveryQueue:
         return None
 
     def _advance(self, line: OrderingLine) -> None:
-        """Release a key's next message, to anyone or to the consumer that has the earlier ones."""
+        """Release a key's next message to anyone, or to the consumer that has the earlier ones."""
         delivery = line.next
         if delivery is None or delivery.state != "held":
             return

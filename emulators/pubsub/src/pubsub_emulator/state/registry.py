@@ -46,7 +46,7 @@ class Registry:
         self._next_sequence = int(timers.now_s() * 1e6)
 
     def next_sequence(self) -> int:
-        """Return the next number, for message ids, holders and deliveries."""
+        """Return the next number for a message id, holder or delivery."""
         self._next_sequence += 1
         return self._next_sequence
 

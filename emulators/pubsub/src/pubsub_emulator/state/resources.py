@@ -75,7 +75,7 @@ _UPDATABLE_SNAPSHOT_FIELDS = frozenset({"labels", "expire_time"})
 
 
 def checked_topic(request: Topic) -> Topic:
-    """Return a copy of a requested topic, in the form GetTopic will return it.
+    """Return a copy of a requested topic, as GetTopic will return it.
 
     Raises:
         InvalidArgument: a name, label or duration is out of range.

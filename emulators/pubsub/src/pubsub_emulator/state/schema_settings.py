@@ -18,7 +18,7 @@ def check_encoding(field: str, encoding: int) -> str:
     """Return an encoding's name.
 
     Raises:
-        InvalidArgument: the encoding does not exist, or is missing.
+        InvalidArgument: the encoding does not exist or is missing.
     """
     if encoding not in _ENCODINGS:
         raise InvalidArgument(f"Invalid {field} given. It must be JSON or BINARY.")

@@ -44,7 +44,7 @@ class Snapshot:
         self.messages: dict[int, StoredMessage] = {}
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Hold a message that was unacked when the snapshot was created, or was published later."""
+        """Hold a message that was unacked at the snapshot's creation or was published later."""
         self._journal.hold(message, self.holder)
         self.restore(message)
 

@@ -74,7 +74,7 @@ class SubscriptionState:
         self._arm_expiration()
 
     def show_bigquery_state(self, state: str) -> None:
-        """Set whether messages can be written, as the name of a `BigQueryConfig.State`."""
+        """Set whether messages can be written, given as the name of a `BigQueryConfig.State`."""
         self.proto.bigquery_config.state = BigQueryConfig.State.Value(state)
         self.proto.state = SubscriptionProto.State.Value(
             "ACTIVE" if state == "ACTIVE" else "RESOURCE_ERROR"
@@ -103,12 +103,15 @@ class SubscriptionState:
         self._last_active_s = self._timers.now_s()
 
     def join(self, consumer: Consumer) -> None:
-        """Connect a consumer. While one is connected, the subscription does not expire."""
+        """Connect a consumer. While a consumer is connected, the subscription does not expire."""
         self.touch()
         self.backlog.consumers.join(consumer)
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases last until they are acked or nacked, or expire."""
+        """Disconnect a consumer.
+
+        Its leases last until their messages are acked or nacked, or until they expire.
+        """
         self.touch()
         self.backlog.leave(consumer)
 
@@ -162,7 +165,8 @@ class SubscriptionState:
 
         Retained acked messages and `candidates` can be restored.
 
-        Messages that are older than the retention or don't match the filter are not restored.
+        Messages that are older than the retention period or don't match the filter are not
+        restored.
         """
         now_s = self._timers.now_s()
         self.backlog.keep_only(is_unacked)

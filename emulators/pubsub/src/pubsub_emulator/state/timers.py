@@ -68,8 +68,8 @@ class Timers:
     def note_cancelled(self) -> None:
         """Count a canceled timer. The heap is rebuilt when most of its timers are canceled.
 
-        Nearly every lease is acked long before it is due, so otherwise a minute's worth of traffic
-        would stay in memory.
+        Nearly every message is acked long before its lease is due, so otherwise a minute's worth of
+        traffic would stay in memory.
         """
         self._cancelled += 1
         if self._cancelled > _COMPACT_FROM and self._cancelled * 2 > len(self._heap):

@@ -13,7 +13,7 @@ from pubsub_emulator.state.message import StoredMessage
 from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
-"""Subscriptions per step. A message that makes all of them grow takes 3 ms per step."""
+"""Subscriptions per step. A message that forces all of them to grow takes 3 ms per step."""
 
 
 class Sink(Protocol):
@@ -80,7 +80,7 @@ class Topic:
             self._unfiltered[sink.path] = sink
         elif needed := needed_attributes(sink.filter):
             # Index by the rarest condition: many filters may match the same kind of message, but
-            # each one a different slot.
+            # each one matches a different slot.
             found_by = min(needed, key=lambda one: len(self._with(one)))
             self._found_by[sink.path] = found_by
             values = self._by_value.setdefault(found_by.key, {})
@@ -153,7 +153,7 @@ class Topic:
             self.log.remove(message)
 
     def close(self) -> None:
-        """Drop the log after the topic was deleted."""
+        """Drop the log after the topic is deleted."""
         self.retention_s = 0.0
         self._drop_old()
 

@@ -11,7 +11,7 @@ _FEW_PAGES_BYTES = 64 * 1024
 ResourceRow = tuple[int, float, bytes]
 """Holder number, time in seconds since the epoch, serialized proto."""
 HeldRow = tuple[int, int]
-"""The delivery's number, and its handouts so far or `journal.ACKED`."""
+"""The delivery's number, and the number of handouts so far or `journal.ACKED`."""
 
 
 class Changes:
@@ -30,7 +30,7 @@ class Changes:
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """Everything except offered messages, to retry after a write fails and space is freed."""
+        """Everything except offered messages, to retry once space is freed after a failed write."""
         self._settled = asyncio.Event()
 
     def __bool__(self) -> bool:

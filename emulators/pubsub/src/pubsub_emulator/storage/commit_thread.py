@@ -1,4 +1,4 @@
-"""The writer thread, so that a hanging disk blocks nothing else."""
+"""The writer thread, so that a hung disk blocks nothing else."""
 
 import asyncio
 import threading

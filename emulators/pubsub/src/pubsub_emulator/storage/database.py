@@ -141,7 +141,7 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
 
 
 class Database:
-    """Reads everything once and only writes from then on.
+    """Reads everything once; from then on, it only writes.
 
     Args:
         last_commit: number of the previous process's last commit.
@@ -180,7 +180,7 @@ class Database:
             yield sequence, unsealed(data)
 
     def held(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield sequence, holder, delivery number and attempts of each row, sorted by sequence."""
+        """Yield each row's sequence, holder, delivery number and attempts, sorted by sequence."""
         yield from self._connection.execute(
             "SELECT sequence, holder, number, attempts FROM held ORDER BY sequence"
         )
@@ -200,7 +200,8 @@ class Database:
         Do not modify the changes until this returns.
 
         Raises:
-            WriteFailed: has SQLite's reason, or new data would take up space that acks need.
+            WriteFailed: SQLite failed, for the reason given, or new data would take up space that
+                acks need.
         """
         if changes.offered and not self._reserve.covers(changes.log_bytes):
             raise WriteFailed("the disk is nearly full")
@@ -226,7 +227,10 @@ class Database:
             raise WriteFailed(f"no space is left for {RESERVE_BYTES // 1024**2} MiB")
 
     def make_room(self) -> None:
-        """Release the reserve and the log's space on a full disk. Nothing is lost if this fails."""
+        """When the disk is full, release the reserve and the log's space.
+
+        Nothing is lost if this fails.
+        """
         self._reserve.give_up()
         self._write_log_back()
 
@@ -235,7 +239,7 @@ class Database:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def give_back(self) -> None:
-        """Release all unused pages on a full disk, as far as the remaining space allows.
+        """When the disk is full, release as many unused pages as the remaining space allows.
 
         Raises:
             WriteFailed: contains SQLite's reason.
@@ -258,7 +262,7 @@ class Database:
             self._connection.execute("DELETE FROM probe")
 
     def shrink(self) -> bool:
-        """Release some unused pages to the disk. Returns whether there are more.
+        """Return some unused pages to the disk. Returns whether there are more.
 
         Raises:
             WriteFailed: contains SQLite's reason.

@@ -21,7 +21,7 @@ LAZY_S = 0.1
 """How long acks and attempts wait for a publish, and the pause between retries on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
-"""Maximum bytes waiting to be written. Publishes that exceed it are rejected."""
+"""Maximum number of bytes waiting to be written. Publishes that exceed it are rejected."""
 
 Withdraw = Callable[[Collection[int]], None]
 
@@ -56,7 +56,7 @@ class DurableJournal(ChangeJournal):
         self._pending.resources[path] = None
 
     def keep(self, message: StoredMessage) -> None:
-        """Record a new message. It remains until it is dropped."""
+        """Record a new message. The message remains until it is dropped."""
         self._pending.keep(message.sequence, message.serialized)
 
     def drop(self, sequence: int) -> None:
@@ -106,8 +106,8 @@ class DurableJournal(ChangeJournal):
         next commit contains the acks.
 
         Raises:
-            ServerUnavailable: the acks could not be written even with all space freed, or not in
-                time. They are kept for later.
+            ServerUnavailable: the acks could not be written in time, or not even with all space
+                freed. They are kept for later.
         """
         changes = self._pending
         try:
@@ -132,7 +132,7 @@ class DurableJournal(ChangeJournal):
         """Write recorded changes immediately, for a journal that is not running.
 
         Raises:
-            WriteFailed: has SQLite's reason; all possible space was already freed.
+            WriteFailed: SQLite failed, for the reason given, with all possible space already freed.
         """
         changes, self._pending = self._pending, Changes()
         try:

@@ -61,7 +61,7 @@ class Reserve:
         return free_bytes + RESERVE_BYTES >= needed_bytes
 
     def give_up_if_full(self) -> None:
-        """Free the reserve if nothing could be opened otherwise."""
+        """Free the reserve if nothing could be opened without that."""
         if shutil.disk_usage(self._path.parent).free < LEAST_FREE_BYTES:
             self.give_up()
 

@@ -1,4 +1,4 @@
-"""Every form of input and output in Cog's documentation: a class, its input and its output.
+"""Every form of input and output in Cog's documentation: each has a class, an input, and an output.
 
 The classes are in predict.py. Tests serve them and compare the results with direct calls.
 """
@@ -48,11 +48,11 @@ class Form:
 
     @property
     def model(self) -> str:
-        """The name the form is served under."""
+        """The name under which the form is served."""
         return f"form-{self.name.lower()}"
 
     def output(self, folder: Path) -> Any:
-        """The output of a direct call to the class, as JSON, with files as `{"file": text}`."""
+        """The output of calling the class directly, as JSON, with files as `{"file": text}`."""
         target = getattr(predict, self.name)
         if not inspect.isclass(target):
             return plain(target(**self._arguments(target, folder)))
@@ -214,8 +214,8 @@ FORMS = (
 def write_form(folder: Path, name: str) -> Path:
     """Creates a folder for the class with this name, including its penstock.schema.json.
 
-    The class is inspected in this process, because `penstock models check` would start a process
-    for each class, at 0.3 s of CPU time. The process that serves the class inspects it again and
+    The class is inspected in this process, because `penstock models check` would start one process
+    per class, at 0.3 s of CPU time each. The process that serves the class inspects it again and
     rejects it if the schema does not match.
     """
     folder.mkdir(parents=True, exist_ok=True)

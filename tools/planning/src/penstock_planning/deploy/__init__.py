@@ -1,1 +1,1 @@
-"""Plans a deployment before the first apply: Google Cloud resources, and costs."""
+"""Plans a deployment before the first apply: Google Cloud resources and their costs."""

@@ -36,7 +36,7 @@ ARCHIVE_TABLES = 3
 """Tables whose objects are listed in each archive pass (infra/row_archive/__main__.py)."""
 ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
 """How many days longer the archive keeps rows than BigQuery does, and how many days deleted objects
-are billed (infra/terraform/platform/row_archive.tf).
+are still billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
 """Operations in a pass that finds rows, aside from listing and reading objects: two writes to the
@@ -44,7 +44,7 @@ list, and one file write. The list is read once, and so is the file when its day
 (infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
-"""Rules in the policy (infra/terraform/platform/balancer.tf)."""
+"""Number of rules in the policy (infra/terraform/platform/balancer.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
 """Each job is delivered to the workers' subscription and to the one for `batch` priority.
@@ -93,7 +93,7 @@ def cost_table(
 class _Bill:
     """Looks up prices as rows are added.
 
-    Rows with the same price share its free tier and price steps.
+    Rows with the same price share that price's free tier and price steps.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -189,7 +189,7 @@ def _runners(bill: _Bill, platform: Platform) -> None:
 
 
 def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
-    """Adds a domain's costs, apart from data."""
+    """Adds a domain's costs, excluding data."""
     requests = sum(volume.requests for volume in volumes) / 1e6
     bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
     bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)

@@ -1,6 +1,6 @@
-"""The infra/terraform/platform variables that affect size, with Terraform's defaults.
+"""The variables in infra/terraform/platform that affect sizing, with Terraform's defaults.
 
-Files use the format of `terraform apply -var-file`, so that the plan matches what is applied.
+Files use the `terraform apply -var-file` format, so the plan matches what is applied.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Region(_Variable):
     overflow: Literal[GpuTypeName, "none"] | None = None
     """Overrides nodes.overflow."""
     reservations: dict[GpuTypeName, GpuReservation] = Field({})
-    """Reservations by GPU type. They are used up first."""
+    """Reservations by GPU type. Reservations are used up first."""
     zones: list[str] | None = None
 
 

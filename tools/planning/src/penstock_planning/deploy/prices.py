@@ -39,7 +39,7 @@ class Step(Entry):
 
 
 Usd = dict[str, float | tuple[Step, ...]]
-"""Prices, keyed by region or location. `any` applies to all others."""
+"""Prices, keyed by region or location. `any` applies to all other regions or locations."""
 
 
 class EarlierPrice(Entry):

@@ -23,7 +23,7 @@ from shared.models.catalog_file import LOCAL
 from shared.models.measurement import MEASUREMENT_FILE, ModelMeasurement, read_measurement
 
 FIELD = "measurement"
-"""A model's field with the path of its penstock.measured.json, relative to the rates file."""
+"""The field with the path to a model's penstock.measured.json, relative to the rates file."""
 
 BROKER_ROUND_TRIP_S = 0.05
 """Time from publish to receipt over Pub/Sub within a region: p90 46.8 ms with Google's Go client at
@@ -150,7 +150,7 @@ class ModelRate(ItemLoad):
     hit_share: float = Field(0.0, ge=0, le=1)
     """Share of all items that are served from the cache."""
     measured_share: int = Field(1, ge=1, le=48)
-    """Busy workers on the same GPU during the measurement."""
+    """Number of busy workers on the same GPU during the measurement."""
     input_bytes: int | None = Field(None, ge=0)
     """Size of an item as sent by the caller."""
     output_bytes: int | None = Field(None, ge=0)
@@ -233,7 +233,7 @@ def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandR
     """Reads a rates file. Device profiles supply any missing seconds.
 
     Raises:
-        ConfigurationError: the file can't be read, or a field is invalid, missing or names an
+        ConfigurationError: the file can't be read, or a field is invalid, is missing, or names an
         unknown model.
     """
     try:

@@ -1,4 +1,4 @@
-"""Reply costs on either inbox topic."""
+"""Reply costs for both inbox topics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
 
 
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
-    """Yields a note on the cost of each model's replies on either topic, if that cost is known."""
+    """Yields a note on the cost of each model's replies on each topic, if that cost is known."""
     price = prices.prices.get(THROUGHPUT)
     for volume in volumes:
         direct, slots = (replies_tib(volume, kind, platform) for kind in ("direct", "slots"))

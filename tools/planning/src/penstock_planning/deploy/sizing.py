@@ -126,7 +126,9 @@ class Workers:
     Below 1 if the broker is so far away that the process would have to hold more jobs than allowed.
     """
     repeated_s: float
-    """Process seconds for the jobs a process holds. This work is lost if the process dies."""
+    """Process seconds needed for the jobs that a process holds. This work is lost if the process
+    dies.
+    """
 
     @property
     def batch_s(self) -> float:
@@ -232,11 +234,11 @@ def size_workers(
     """Returns the workers for the fraction `share` of their models' rates, by model.
 
     Offered load = items per second x (1 - hit share) x seconds per item. There are enough workers
-    to keep utilization at the target and the share that waits past the deadline at `late_share` or
-    less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places,
-    an item takes n times as long as with one, plus the sharing overhead. Texts join and leave
-    between steps, so they wait for a place on a worker rather than for a batch. If their worker
-    also serves other models, they wait for the worker itself.
+    to keep utilization at the target and the share of requests that wait past the deadline at or
+    below `late_share` (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with
+    n busy places, an item takes n times as long as with one, plus the sharing overhead. Texts join
+    and leave between steps, so they wait for a place on a worker rather than for a batch. If their
+    worker also serves other models, they wait for the worker itself.
 
     Raises:
         ConfigurationError: a full batch takes longer than the deadline.

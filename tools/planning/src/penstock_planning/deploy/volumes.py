@@ -195,7 +195,7 @@ def row_bytes(model: Model) -> int:
 
 
 def measure_packed_row_bytes(model: Model) -> int:
-    """Returns the size of a row in the writers' objects, with varying ids, times and sizes.
+    """Returns the size of a row in the writers' objects, with varying IDs, times, and sizes.
 
     Rows are smaller in the archive's Parquet files.
     """

@@ -2,7 +2,7 @@
 
 The service rate is estimated by the same class that the API uses. One estimate represents all of a
 region's instances: each of n instances has 1/n of the items and the rate, so they expect the same
-waits. Tenants are not modeled, so everything that is waiting counts as ahead in line.
+waits. Tenants are not modeled, so all waiting items count as being ahead in line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SimulatedJob:
         self.started_s = -1.0
         self.has_ended = False
         self.read_s = self.steps = 0.0
-        """With continuous batching: the rest of its first step, and its other steps."""
+        """With continuous batching: the rest of the item's first step, and its other steps."""
         self.share_s = self.spare_s = 0.0
         """The batch's share_s and spare_s when the job was admitted."""
         self.then: Callable[[SimulatedJob], None] | None = None

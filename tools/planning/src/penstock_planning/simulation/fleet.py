@@ -207,7 +207,7 @@ class Fleet:
 
     @property
     def gpu_busy_s(self) -> float:
-        """Total seconds during which nodes' GPUs were busy, across all nodes so far."""
+        """Total GPU-busy seconds across all nodes so far."""
         now_s = self._env.now
         return self._retired_busy_s + sum(
             node.busy_s + (now_s - node.since_s if node.busy else 0.0) for node in self.nodes

@@ -24,7 +24,7 @@ class HorizontalPodAutoscaler:
     """A HorizontalPodAutoscaler. It does no I/O: callers pass in the time and the metrics.
 
     Args:
-        behavior: limits on its rate of change.
+        behavior: limits on how fast replicas change.
     """
 
     def __init__(self, min_replicas: int, max_replicas: int, behavior: Behavior) -> None:

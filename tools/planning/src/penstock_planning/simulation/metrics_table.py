@@ -1,6 +1,6 @@
 """The metrics that rules can use. A rule that uses a new metric needs a row here.
 
-A row returns one target's values at a time, with the labels that distinguish them.
+A row returns a target's values at a given time, with the labels that distinguish them.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class ModelLoad(ItemLoad):
     fixed_s: Seconds = 0.0
     """Fixed seconds per batch."""
     measured: str = Field(min_length=1)
-    """Source of the seconds: command, GPU and day."""
+    """Source of the seconds: the command, GPU, and date."""
     spread: Literal["none", "exponential"] = "none"
     """Distribution of the batch seconds. `exponential` is for comparisons with theory."""
     items_per_request: int = Field(1, ge=1, le=16)

@@ -87,8 +87,8 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     None if there are fewer than two samples.
 
     Args:
-        first: index of its first sample in the range.
-        last: index after the last one.
+        first: index of the counter's first sample in the range.
+        last: index after the counter's last sample in the range.
         from_s: the start of the range.
     """
     if last - first < 2:
@@ -198,7 +198,7 @@ class PromQuery:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The evaluation time, and the query's time, up to which samples have arrived."""
+    """The evaluation time, and the query's time, which determines the samples that have arrived."""
 
     series: TimeSeries
     at_s: float
@@ -350,8 +350,7 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
-            # A subquery's evaluation times are multiples of its step, regardless of the query's
-            # time.
+            # A subquery is evaluated at multiples of its step, regardless of the query's time.
             first = math.floor((at.at_s - range_s) / step_s) + 1
             for turn in range(first, math.floor(at.at_s / step_s) + 1):
                 moment = _Moment(at.series, turn * step_s, at.now_s)

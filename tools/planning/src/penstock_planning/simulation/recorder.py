@@ -17,9 +17,9 @@ class RequestEnd(Enum):
     EXPIRED = "expired"
     """504: its deadline passed."""
     LOST = "lost"
-    """Its region was lost while it was waiting."""
+    """The request's region was lost while it was waiting."""
     OPEN = "open"
-    """It was still in flight when the scenario ended."""
+    """The request was still in flight when the scenario ended."""
 
 
 @dataclass
@@ -77,6 +77,6 @@ class Recorder:
         self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
         self.alerted_s: list[float] = []
-        """Times at which the alert on failed GPUs started firing."""
+        """Times at which the failed GPU alert started firing."""
         self.lost_workers: Counter[str] = Counter()
         """Workers that terminated, by reason."""

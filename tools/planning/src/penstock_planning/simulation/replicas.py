@@ -1,6 +1,6 @@
 """A model's workers: the pods of a Deployment, and KEDA, which sets their number.
 
-KEDA reads the triggers, scales from and to zero, and substitutes metrics that fail.
+KEDA reads the triggers, scales to and from zero, and replaces metrics that fail.
 
 Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery), pkg/fallback/fallback.go
 (GetMetricsWithFallback, doFallback), pkg/scaling/scale_handler.go (getScalerState),
@@ -33,7 +33,7 @@ class SimulatedDeployment:
 
     Args:
         service: the service for the workers' models.
-        fleet: the nodes they run on.
+        fleet: the nodes that the workers run on.
         rules: rules for rollouts and drains.
         recorder: records the work of terminated workers.
     """
@@ -97,7 +97,7 @@ class SimulatedDeployment:
             self._create()
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
-            # Pods that are not ready come first, then the newest ones, in a ReplicaSet's order.
+            # Pods that are not ready come first, then the newest ones, the order a ReplicaSet uses.
             ranked = sorted(self.workers, key=lambda pod: (pod.is_ready, -pod.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
@@ -233,7 +233,7 @@ class SimulatedDeployment:
         worker.is_ready = False
 
     def lose_all(self) -> None:
-        """Handles the loss of the region. Its nodes have already evicted their pods."""
+        """Handles the loss of the region. The region's nodes have already evicted their pods."""
         for worker in list(self.workers):
             self._evict(worker, "region lost")
         self.wanted = 0
@@ -277,7 +277,7 @@ class Autoscaler:
 
     @property
     def looks_back_s(self) -> float:
-        """Returns the lookback of its queries in seconds."""
+        """Returns how far back its queries look, in seconds."""
         return max((query.looks_back_s for _, query in self._triggers), default=0.0)
 
     def poll(self, now_s: float, replicas: int) -> int:

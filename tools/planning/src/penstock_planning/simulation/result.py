@@ -51,7 +51,7 @@ class ModelSummary:
     open: int
     deadline_s: float
     p50_s: float | None
-    """Seconds until the response, over served requests. None if none were served."""
+    """Seconds until the response, for served requests. None if none were served."""
     p95_s: float | None
     p99_s: float | None
     queue_p95_s: float | None
@@ -71,7 +71,7 @@ class FlowSummary:
     arrived: int
     served: int
     p50_s: float | None
-    """Seconds until the response, over served runs. None if there were none."""
+    """Seconds until the response, for served runs. None if there were none."""
     p95_s: float | None
     gpu_idle_s_per_run: float | None
     """Idle seconds of all paid GPUs, per served run."""
@@ -86,9 +86,9 @@ class GpuFailureSummary:
 
     at_s: float
     alert_s: float | None
-    """When the alert on failed GPUs started firing. Also None if it was already firing."""
+    """When the failed GPU alert started firing. Also None if it was already firing."""
     emptied_s: float | None
-    """When the last of its nodes had been cordoned and drained."""
+    """When the last node with a failed GPU had been cordoned and drained."""
     replaced_s: float | None
     """When all of the workers that the autoscaler wanted were ready again on other nodes."""
 
@@ -155,14 +155,14 @@ class SimulationResult:
 
     @cached_property
     def gpus_over_time(self) -> dict[float, int]:
-        """Returns the number of paid nodes by sample time in seconds."""
+        """Returns the number of paid nodes, keyed by sample time in seconds."""
         counts: dict[float, int] = {}
         for sample in self.recorder.gpu_samples:
             counts[sample.at_s] = counts.get(sample.at_s, 0) + sample.nodes
         return counts
 
     def replicas_over_time(self, model: str) -> dict[float, int]:
-        """Returns the replicas in all regions by sample time in seconds."""
+        """Returns the replicas in all regions, keyed by sample time in seconds."""
         counts: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.model == model:
@@ -188,7 +188,7 @@ class SimulationResult:
             )
 
     def _find_all_ready_s(self, after_s: float) -> float | None:
-        """Returns the first sample after a given time that shows no workers missing."""
+        """Returns the first sample after a given time in which no workers are missing."""
         missing: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.at_s > after_s:

@@ -30,7 +30,7 @@ from shared.models.kubernetes_names import slug
 ALERTS_FILE = Path(infra.__file__).parent / "monitoring/rendered/alerts.json.tftpl"
 Document = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's loader, if PyYAML was built with it, takes a tenth of the time."""
+"""libyaml's loader, if PyYAML was built with it, takes a tenth as long."""
 
 DEFAULT_UP = {
     "stabilizationWindowSeconds": 0,
@@ -53,7 +53,7 @@ class _Read(BaseModel):
 
 
 class ScalingPolicy(_Read):
-    """A limit on scaling changes within a period."""
+    """A limit on how far scaling may go within a period."""
 
     type: Literal["Percent", "Pods"]
     value: int
@@ -88,7 +88,7 @@ class Fallback(_Read):
 
 
 class Trigger(_Read):
-    """A Prometheus trigger. Its threshold is the HPA's AverageValue."""
+    """A Prometheus trigger. The trigger's threshold is the HPA's AverageValue."""
 
     name: str
     query: str
@@ -110,7 +110,7 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """Rules from the manifests for workers of one or more models."""
+    """Rules from the manifests for workers that serve one or more models."""
 
     models: tuple[str, ...]
     slug: str
@@ -196,7 +196,7 @@ def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
     """Returns the rules of a ScaledObject.
 
     Raises:
-        ConfigurationError: it uses an unsupported feature.
+        ConfigurationError: the ScaledObject uses an unsupported feature.
     """
     spec = scaled_object["spec"]
     advanced = spec.get("advanced") or {}

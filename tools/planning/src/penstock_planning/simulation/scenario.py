@@ -48,7 +48,7 @@ class Cluster(Entry):
     spot_notice_s: Seconds = 30.0
     """Time from a spot node's notice to its termination."""
     spot_losses_per_node_day: float = Field(0.0, ge=0)
-    """Random losses of single spot nodes."""
+    """Random losses of individual spot nodes."""
 
 
 class ScenarioApi(Entry):
@@ -66,7 +66,7 @@ class ScenarioBroker(Entry):
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub guarantees nothing better."""
     lease_s: Seconds = 20.0
-    """Lease on a job held by a worker (PubSubTransport.subscribe), renewed at each third."""
+    """Lease on a job that a worker holds (PubSubTransport.subscribe), renewed after each third."""
     round_trip_s: Seconds = 0.0
     """Round-trip seconds between a worker and its broker.
 
@@ -76,8 +76,8 @@ class ScenarioBroker(Entry):
     batches_held: int | None = Field(None, ge=1)
     """Number of full batches that a worker holds at any distance.
 
-    None means that workers behave like real ones, which hold two near the broker and more the
-    farther away they are (shared/models/service_rate.py).
+    None means that workers behave like real ones, which hold two batches near the broker and more
+    the farther away they are (shared/models/service_rate.py).
     """
 
 
@@ -89,7 +89,7 @@ class Metrics(Entry):
     (infra/kubernetes/cluster/pod-monitoring.yaml).
     """
     age_s: Seconds = 5.0
-    """Delay after a scrape before queries see it."""
+    """Delay between a scrape and when queries see it."""
     has_stale_markers: bool = False
     """True if queries see immediately that a target is gone.
 
@@ -99,7 +99,7 @@ class Metrics(Entry):
     pubsub_sample_s: float = Field(60.0, gt=0)
     """Sampling interval of Pub/Sub's gauges."""
     pubsub_age_s: Seconds = 120.0
-    """Delay before queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
+    """Delay before queries see these gauges (cloud.google.com/monitoring/api/metrics_gcp)."""
 
 
 class SpotLoss(Entry):
@@ -137,7 +137,7 @@ class GpuFailure(Entry):
     region: str | None = None
     """None means all."""
     worker_leaves_s: Seconds = 20.0
-    """Time until a worker has lost its GPU twice in a row, which causes it to exit. An assumption.
+    """Time until a worker has lost its GPU twice in a row, at which point it exits. An assumption.
     """
     node_emptied_s: Seconds = 45.0
     """Time until the node reports the failure as a condition and workers/gpu_nodes.py, which checks
@@ -146,7 +146,7 @@ class GpuFailure(Entry):
 
 
 class RegionLoss(Entry):
-    """A region goes down for a while: its API, nodes and workers. Callers use the others."""
+    """A region goes down for a while: its API, nodes, and workers. Callers use the others."""
 
     kind: Literal["region_loss"]
     at_s: Seconds
@@ -208,16 +208,16 @@ class Scenario(Entry):
     about: str = ""
     duration_s: float = Field(gt=0)
     settle_s: Seconds = 600.0
-    """Time from which replica counts are evaluated."""
+    """Time after which replica counts are evaluated."""
     seed: int = 0
     catalog: Path | tuple[dict[str, Any], ...] = Path("models.yaml")
-    """Path of a catalog, relative to the scenario, or catalog entries."""
+    """A catalog's path, relative to the scenario, or the catalog entries themselves."""
     models: dict[str, ModelLoad] = Field(min_length=1)
     """Load by model name in the catalog. Models without an entry are not simulated."""
     workers: tuple[dict[str, Any], ...] = ()
-    """The catalog's `workers` list, if its entries are specified here."""
+    """The catalog's `workers` list, if the catalog entries are specified here."""
     flows: dict[str, ScenarioFlow] = Field({})
-    """Flows by name. Their steps add to the load on their models."""
+    """Flows by name. Their steps add to the load on the models they use."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )

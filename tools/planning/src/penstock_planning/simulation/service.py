@@ -1,10 +1,10 @@
 """A model's service: its subscriptions, and the jobs that workers in all regions pull from them.
 
-A whole batch consists of the requests that are waiting when the model becomes idle in a worker. In
+A whole batch consists of the requests that are waiting when the model becomes idle on a worker. In
 a batch of steps (continuous batching, decision 62), all steps between two changes take the same
 time, so the only events are changes: an item is admitted, its prompt has been read, or it has
-finished. Changes do not wait for a step to end. An item is admitted immediately, and a late one
-leaves with the next change.
+finished. Changes do not wait for a step to end. An item is admitted immediately, and a late item
+leaves at the next change.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class SteppedBatches:
         worker.vacate(self._env.now)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Stops a worker's computation. Returns its jobs, which start over elsewhere."""
+        """Stops a worker's computation. Returns the worker's jobs, which start over elsewhere."""
         self._advance(worker)
         jobs, worker.running = worker.running, []
         self._leave(worker)
@@ -550,7 +550,7 @@ class Service:
         return worker.drained
 
     def leave(self, worker: SimulatedWorker) -> None:
-        """Removes a worker. The jobs that it still held go back to the broker."""
+        """Removes a worker. Any jobs that the worker still holds go back to the broker."""
         self._hand_back(self._take_from(worker))
 
     def lose_gpu(self, worker: SimulatedWorker) -> None:

@@ -12,9 +12,10 @@ from shared.errors import ConfigurationError
 
 
 class SharedService:
-    """Workers shared by several models: each pod is a worker for each model, in turn.
+    """Workers shared by several models: each pod acts as a worker for each model in turn.
 
-    Each part pulls from its model's subscription. They compute one at a time, in whole batches.
+    Each part pulls from its model's subscription. The parts compute one at a time, in whole
+    batches.
 
     Raises:
         ConfigurationError: a model has `steps`, which is not supported here.
@@ -65,14 +66,14 @@ class SharedService:
         return self._env.all_of([service.drain(part) for service, part in self._of(pod)])
 
     def leave(self, pod: SimulatedWorker) -> None:
-        """Removes a pod. The jobs that it still held go back to the broker."""
+        """Removes a pod. Any jobs that the pod still holds go back to the broker."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):
             service.leave(part)
 
     def lose(self, pod: SimulatedWorker) -> None:
-        """Handles a dead pod. The broker redelivers its jobs when their leases expire."""
+        """Handles a dead pod. The broker redelivers the pod's jobs when their leases expire."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):

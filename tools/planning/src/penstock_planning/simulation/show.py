@@ -52,7 +52,7 @@ _GPU_HEADS = (
 
 
 def text(result: SimulationResult) -> str:
-    """Returns a run's figures: for each model, then for the GPUs."""
+    """Returns a run's figures: those for each model, then those for the GPUs."""
     summary, scenario = result.summary, result.scenario
     title = [scenario.about] if scenario.about else []
     return "\n\n".join(
@@ -76,7 +76,7 @@ def rows_of_models(result: SimulationResult) -> list[tuple[object, ...]]:
 
 
 def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
-    """Returns the GPUs' figures: a header and its value."""
+    """Returns the GPUs' figures: a header and a value for each."""
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 
 

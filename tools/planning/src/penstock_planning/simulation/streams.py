@@ -22,7 +22,7 @@ CHUNK_S = 10.0
 
 
 class _Arrivals(Entry):
-    """A stream of requests. A model's streams add up."""
+    """A stream of requests. A model's streams are added together."""
 
     spacing: Literal["poisson", "even"] = "poisson"
     from_s: Seconds = 0.0
@@ -144,7 +144,7 @@ def _chunks(
 def peak_per_s(streams: Sequence[Arrivals], duration_s: float) -> float:
     """Returns the highest total rate of all streams, ignoring random variation.
 
-    A trace has no rate, so its requests are counted over the same period as in the autoscaler.
+    A trace has no rate, so its requests are counted over the same period that the autoscaler uses.
 
     Raises:
         ConfigurationError: a trace can't be read.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Labels = tuple[tuple[str, str], ...]
-"""Sorted pairs of name and value."""
+"""Sorted name-value pairs."""
 
 TRIMMED_AT = 2048
 """Number of samples at which the older half of a series is dropped, if no query looks back that
@@ -19,7 +19,7 @@ far.
 
 @dataclass(slots=True)
 class Series:
-    """A series' samples, by scrape time."""
+    """A series' samples, keyed by scrape time."""
 
     labels: Labels
     times_s: list[float] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Series:
     age_s: float = 0.0
     """Seconds after a scrape before queries see its samples."""
     has_fallen: bool = False
-    """True if a value was ever lower than the one before it, as after a counter reset."""
+    """True if a value was ever lower than the one before it, as happens after a counter reset."""
     ended_s: float = math.inf
     """Time at which the series' target disappeared, when Prometheus writes a staleness marker."""
 
@@ -59,7 +59,7 @@ class TimeSeries:
     """All series, by metric name and labels.
 
     Args:
-        kept_s: the queries' longest lookback. Older series and samples may be dropped.
+        kept_s: the farthest back that any query looks. Older series and samples may be dropped.
     """
 
     def __init__(self, kept_s: float = math.inf) -> None:

@@ -49,7 +49,7 @@ class RunningBatch:
     batch_share: float
     """Share of the batch's items that have `batch` priority."""
     counted_s: float
-    """Time up to which the worker has counted the batch."""
+    """Time up to which the worker has counted the batch's work."""
 
 
 class Node:
@@ -78,9 +78,9 @@ class Node:
         """
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
-        """Number of workers that are currently computing."""
+        """Number of the node's workers that are currently computing."""
         self.busy_s = 0.0
-        """Seconds during which at least one of them was computing."""
+        """Seconds during which at least one of the node's workers was computing."""
         self.ordered_s = 0.0
         self.since_s = 0.0
         """Start of the current state, either idle or computing."""
@@ -108,7 +108,7 @@ class SimulatedWorker:
     evict: Callable[[str], None] = field(init=False)
     """Notifies its Deployment that its node is going away, with the reason."""
     lose_gpu: Callable[[float], None] = field(init=False)
-    """Notifies its Deployment that its GPU failed, and when it will leave."""
+    """Notifies the worker's Deployment that its GPU failed, and when the worker will leave."""
     lost_gpus: int = 0
     node: Node | None = None
     is_ready: bool = False
@@ -138,12 +138,12 @@ class SimulatedWorker:
     parts: tuple[SimulatedWorker, ...] = ()
     """For a pod with several models, one part per model.
 
-    All data except the counts belongs to the pod.
+    All data except the counters belongs to the pod.
     """
     others: tuple[SimulatedWorker, ...] = ()
-    """For one of these parts, the other parts, with which it takes turns running."""
+    """For one of these parts: the other parts that it takes turns with."""
     take_turn: Callable[[], None] | None = None
-    """For one of these parts, runs it if possible."""
+    """For one of these parts: runs it if possible."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None
@@ -171,7 +171,7 @@ class SimulatedWorker:
         self.lose_gpu = partial(on_lost_gpu, self)
 
     def has_room(self, priority: int) -> bool:
-        """Returns whether its flow control accepts another job."""
+        """Returns whether the worker's flow control accepts another job."""
         return self.held_jobs[priority] < self.most_held[priority]
 
     def occupy(self, now_s: float) -> None:
@@ -196,12 +196,12 @@ class SimulatedWorker:
 
     @property
     def is_computing(self) -> bool:
-        """Returns whether it or one of its parts is computing."""
+        """Returns whether the worker or one of its parts is computing."""
         return bool(self.running) or any(part.running for part in self.parts)
 
     @property
     def waits_for_turn(self) -> bool:
-        """Returns whether its pod is computing for another model."""
+        """Returns whether the worker's pod is computing for another model."""
         return any(part.running for part in self.others)
 
     def settle(self, now_s: float) -> None:
@@ -227,7 +227,7 @@ class SimulatedWorker:
         self.work_s += part_s
 
     def set_busy_of_batches(self, now_s: float) -> None:
-        """Sets its load based on the batches that its processes are computing."""
+        """Sets the worker's load based on the batches that its processes are computing."""
         share = sum(batch.batch_share for batch in self.computing) / self.processes
         self.set_busy((len(self.computing) / self.processes - share, share), now_s)
 
@@ -238,7 +238,7 @@ class SimulatedWorker:
         return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing
 
     def set_busy(self, parts: tuple[float, float], now_s: float) -> None:
-        """Sets its load per priority, in fractions of a full worker; (0, 0) while idle."""
+        """Sets the worker's load per priority, in fractions of a full worker; (0, 0) while idle."""
         self.busy_average = self.busy_ratio(now_s)
         self.busy_since_s, self.busy_parts = now_s, parts
 

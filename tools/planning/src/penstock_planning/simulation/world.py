@@ -129,7 +129,7 @@ class Scraper:
 
     Args:
         broker_wait_s: how long published jobs may be in transit or wait at the broker.
-        has_gpu_failures: True if GPUs fail, so that the metrics used only by alerts are needed.
+        has_gpu_failures: True if GPUs fail, so the metrics that only alerts use are needed.
     """
 
     def __init__(
@@ -542,7 +542,7 @@ class World:
     def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
         """Starts a flow's runs.
 
-        The API sees the flow as a whole rather than requests to its steps' models.
+        The API sees the flow as a whole, not as requests to its steps' models.
         """
         flow, record = self.scenario.flows[name], self.recorder.runs[name]
         sites = {

@@ -1,1 +1,1 @@
-"""GoogleSQL's data definition language: statements, columns, options and table changes."""
+"""GoogleSQL's data definition language: statements, columns, options, and table changes."""

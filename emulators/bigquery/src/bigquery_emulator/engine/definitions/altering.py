@@ -1,6 +1,7 @@
 """ALTER TABLE: the result of applying its actions in order.
 
-The result is written in one transaction, so either all actions are applied or none. Source:
+The result is written in one transaction, so either all of the actions are applied or none are.
+Source:
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-definition-language#alter_table_add_column_statement
 """
 
@@ -18,7 +19,8 @@ from bigquery_emulator.tables.resources import TableResource
 from bigquery_emulator.tables.schema import Field, Json, Schema, parse_schema, quoted
 from bigquery_emulator.tables.settings import merged
 
-# Types to which a column's values convert without loss, as allowed by ALTER COLUMN SET DATA TYPE.
+# Types to which a column's values can be converted without loss, as allowed by ALTER COLUMN SET
+# DATA TYPE.
 _WIDER = {"INTEGER": ("NUMERIC", "FLOAT"), "NUMERIC": ("FLOAT",)}
 
 
@@ -27,7 +29,7 @@ class Shape:
     """A table's future shape.
 
     `sources` maps each field that is kept to DuckDB SQL over the old columns. `is_only_wider` means
-    that no new table is needed: columns were added or are no longer required.
+    that no new table is needed: columns were only added or made optional.
     """
 
     schema: Schema
@@ -134,7 +136,7 @@ def _alter_column(shape: Shape, text: str, start: list[str]) -> None:
         return
     old, action = shape.schema[position], rest[1:]
     if action[:2] == ["SET", "OPTIONS"]:
-        # A column's options are parsed like a table's.
+        # A column's options are parsed in the same way as a table's.
         at = text.upper().rindex("OPTIONS", 0, text.index("(") + 1)
         (changes,) = _parsed(f"SET {text[at:]}", exp.AlterSet).expressions
         _put(shape, position, replace(old, **column_options(changes)))
@@ -186,7 +188,7 @@ def _put(shape: Shape, position: int, new: Field) -> None:
 
 
 def _check_free(shape: Shape, old: Field) -> None:
-    """Rejects removing a column that the table is partitioned or clustered by."""
+    """Rejects removing a column that is used to partition or cluster the table."""
     for name in ("timePartitioning", "rangePartitioning"):
         if str(shape.settings.get(name, {}).get("field", "")).lower() == old.name.lower():
             raise InvalidQueryError(f"Cannot change the partitioning column {old.name}")

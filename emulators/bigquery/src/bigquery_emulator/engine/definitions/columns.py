@@ -14,9 +14,10 @@ def columns(node: exp.Schema) -> Schema:
 
     Raises:
         InvalidError: BigQuery rejects a name or type.
-        UnsupportedError: this server does not support a constraint or type.
+        UnsupportedError: this server does not support one of the constraints or types.
     """
-    # An unenforced key has no effect on rows, but clients that read it back would miss it.
+    # An unenforced key has no effect on rows, but clients that read the table's schema back would
+    # notice that it is missing.
     wrong = [part for part in node.expressions if not isinstance(part, exp.ColumnDef)]
     if wrong:
         raise unsupported(f"{wrong[0].sql('bigquery')} in CREATE TABLE")
@@ -90,6 +91,6 @@ def _ranges(node: exp.RangeBucket) -> Json:
     numbers = [part.sql() for part in parts if isinstance(part, exp.Literal | exp.Neg)]
     if not isinstance(node.this, exp.Column) or len(numbers) < 2:
         raise unsupported(f"PARTITION BY {node.sql('bigquery')}")
-    # Without a step, GENERATE_ARRAY counts by one.
+    # Without a step, GENERATE_ARRAY increments by one.
     value_range = dict(zip(("start", "end", "interval"), [*numbers, "1"], strict=False))
     return {"field": node.this.name, "range": value_range}

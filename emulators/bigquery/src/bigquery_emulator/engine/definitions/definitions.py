@@ -1,7 +1,7 @@
-"""Runs data definitions: CREATE, DROP, TRUNCATE and ALTER on the catalog.
+"""Runs data definitions on the catalog: CREATE, DROP, TRUNCATE, and ALTER.
 
 A job runs a definition in the server's writer thread. Settings that a statement does not specify
-have the same defaults as in tables.insert.
+have the same defaults as for tables.insert.
 """
 
 from dataclasses import dataclass, replace
@@ -216,7 +216,7 @@ class Definitions:
         return Defined("ALTER", table.key)
 
     def _alter_schema(self, node: exp.Table, cut: AlterText) -> Defined:
-        # A dataset's name is parsed like a table's.
+        # A dataset's name is parsed in the same way as a table's.
         key = DatasetKey(node.db or self._names.project, node.name)
         if key not in self._catalog.datasets and cut.is_optional:
             return Defined("SKIP", dataset=key)

@@ -13,7 +13,7 @@ from sqlglot import exp
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.tables.schema import Json
 
-# Runs `SELECT <expression>` and returns its single value in the API's JSON form.
+# Runs `SELECT <expression>` and returns its only value in the API's JSON format.
 Evaluate = Callable[[str], object]
 
 _PAIRS = (exp.Tuple, exp.Struct)
@@ -39,7 +39,7 @@ def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
     """Returns the changes that OPTIONS make to a Table resource, as a merge patch.
 
     Raises:
-        InvalidQueryError: an expression has no value.
+        InvalidQueryError: an option's expression has no value.
         UnsupportedError: this server does not support an option.
     """
     others = dict(texts)

@@ -1,4 +1,4 @@
-"""Splits a data definition's text at its tokens.
+"""Splits a data definition's text between its tokens.
 
 Queries and expressions in a definition are passed on as written, because text generated from a
 parsed tree might have a different meaning.
@@ -30,7 +30,7 @@ def query_text(sql: str) -> str:
 
 
 def option_texts(sql: str) -> dict[str, str]:
-    """Returns the expressions in a statement's outermost OPTIONS, by lower-case option name.
+    """Returns the expressions in a statement's outermost OPTIONS, keyed by lowercase option name.
 
     Raises:
         InvalidQueryError: an option has no value, or occurs twice.
@@ -63,7 +63,7 @@ def alter_text(sql: str) -> AlterText:
     tokens = [token for token in _tokens(sql) if token.token_type != TokenType.SEMICOLON]
     is_optional = [token.text.upper() for token in tokens[2:4]] == ["IF", "EXISTS"]
     start = 4 if is_optional else 2
-    # A name consists of words between dots; a dash in it has no spaces around it.
+    # A name consists of words separated by dots; a dash within a name has no spaces around it.
     end = start + 1
     while end < len(tokens) and (
         tokens[end].token_type in (TokenType.DOT, TokenType.DASH)
@@ -77,7 +77,7 @@ def alter_text(sql: str) -> AlterText:
 
 
 def words(sql: str) -> list[str]:
-    """Returns a text's tokens, in upper case except for quoted names and strings."""
+    """Returns a text's tokens in uppercase, except for quoted names and strings."""
     quoted = (TokenType.IDENTIFIER, TokenType.STRING)
     # At the start of a statement, the tokenizer treats RENAME and everything after it as one token.
     tokens = _tokens(f"ALTER {sql}")[1:]
@@ -143,5 +143,5 @@ def _named(sql: str, tokens: Sequence[Token]) -> dict[str, str]:
 
 
 def _text(sql: str, tokens: Sequence[Token]) -> str:
-    # A quoted token's text lacks the quotes, but its position in the statement includes them.
+    # A quoted token's text does not include the quotes, but its position in the statement does.
     return sql[tokens[0].start : tokens[-1].end + 1]

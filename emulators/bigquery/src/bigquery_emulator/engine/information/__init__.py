@@ -1,1 +1,1 @@
-"""INFORMATION_SCHEMA: the server's datasets, tables and jobs, queryable as tables."""
+"""INFORMATION_SCHEMA: the server's datasets, tables, and jobs, which can be queried as tables."""

@@ -1,4 +1,4 @@
-"""Describes datasets, tables, views and columns: the rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
+"""Describes datasets, tables, views, and columns: the rows of SCHEMATA, TABLES, COLUMNS, VIEWS."""
 
 from collections.abc import Iterator
 
@@ -93,7 +93,7 @@ def sql_type(field: Field) -> str:
 
 
 def named(table: TableResource) -> tuple[str, str, str]:
-    """Returns the columns table_catalog, table_schema and table_name."""
+    """Returns the columns table_catalog, table_schema, and table_name."""
     return table.key.project, table.key.dataset_id, table.key.table_id
 
 

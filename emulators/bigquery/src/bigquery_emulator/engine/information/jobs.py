@@ -1,4 +1,4 @@
-"""Jobs the server remembers: the rows of JOBS."""
+"""The jobs that the server remembers: the rows of JOBS."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Table sizes: rows of PARTITIONS, TABLE_STORAGE and `__TABLES__`, counted on demand."""
+"""Table sizes: the rows of PARTITIONS, TABLE_STORAGE, and `__TABLES__`, computed on demand."""
 
 from bigquery_emulator.engine.information.described import named
 from bigquery_emulator.engine.query import table_size

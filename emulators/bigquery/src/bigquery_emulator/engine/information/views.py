@@ -1,4 +1,4 @@
-"""The INFORMATION_SCHEMA views, and their rows for the qualifier in front of the name.
+"""The INFORMATION_SCHEMA views, and their rows for the qualifier that precedes the name.
 
 The translator calls this when a statement names a view. Source:
 https://docs.cloud.google.com/bigquery/docs/information-schema-intro
@@ -28,7 +28,7 @@ _OF_TABLES: dict[str, tuple[Schema, Callable[[TableResource], list[Row]]]] = {
     "COLUMN_FIELD_PATHS": (described.COLUMN_FIELD_PATHS, described.field_path_rows),
     "VIEWS": (described.VIEWS, described.view_rows),
     "TABLE_OPTIONS": (options.TABLE_OPTIONS, options.table_rows),
-    # Always empty, but dbt joins these views.
+    # Always empty, but needed because dbt joins these views.
     "MATERIALIZED_VIEWS": (described.MATERIALIZED_VIEWS, lambda table: []),
 }
 _OF_ROWS: dict[str, tuple[Schema, Callable[[Cursor, TableResource], list[Row]]]] = {
@@ -61,7 +61,7 @@ class InformationViews:
             before: the parts of the name that precede the view: project, then region or dataset.
 
         Raises:
-            InvalidQueryError: the view needs a dataset or a region, which is missing.
+            InvalidQueryError: the view requires a dataset or a region, and none is given.
             NotFoundError: the dataset does not exist.
             UnsupportedError: this server does not support the view.
         """

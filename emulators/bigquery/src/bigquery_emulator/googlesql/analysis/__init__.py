@@ -1,1 +1,1 @@
-"""Google's own GoogleSQL analyzer: a statement's names, types and coercions, or its error."""
+"""Google's own GoogleSQL analyzer: a statement's names, types, and coercions, or its error."""

@@ -56,7 +56,7 @@ class NamedTable:
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """The types of a statement's parameters, by lower-case name or by position."""
+    """The types of a statement's parameters, keyed by lowercase name or by position."""
 
     named: Sequence[tuple[str, TypeProto]] = ()
     positional: Sequence[TypeProto] = ()
@@ -68,8 +68,8 @@ class Analyzer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = threading.Lock()
-        """A lock held from when a catalog is registered until it is used, because another call in
-        between might break the instance.
+        """A lock that is held from the time a catalog is registered until it is used, because
+        another call in between might break the instance.
         """
         self._module: AnalyzerModule | None = None
         self._catalogs: OrderedDict[bytes, int] = OrderedDict()
@@ -88,7 +88,7 @@ class Analyzer:
         """Returns the names of the tables that a statement reads or writes, without duplicates.
 
         Raises:
-            InvalidQueryError: there is a syntax error, or the text is too long.
+            InvalidQueryError: the text has a syntax error or is too long.
         """
         if len(sql) > MOST_CHARACTERS:
             raise InvalidQueryError(
@@ -110,7 +110,7 @@ class Analyzer:
 
         Raises:
             InvalidQueryError: GoogleSQL rejects the statement.
-            UnsupportedError: the analyzer does not support it.
+            UnsupportedError: the analyzer does not support the statement.
         """
         wanted = AnalyzerOptionsProto(
             language_options=self._language,
@@ -134,7 +134,7 @@ class Analyzer:
             return Node(self._call("Analyze", request).resolved_statement)
 
     def _register(self, catalog: SimpleCatalogProto) -> int:
-        """Returns a catalog's id in the module.
+        """Returns a catalog's ID in the module.
 
         Registering a catalog takes three times as long as reading it.
         """
@@ -190,7 +190,7 @@ def _fill(made: SimpleTableProto, table: NamedTable, number: int) -> None:
 
 
 def _as_service_says(message: str) -> InvalidQueryError | UnsupportedError:
-    """Converts the analyzer's message to the service's format: `... at [1:8]`."""
+    """Converts the analyzer's message to the format the service uses: `... at [1:8]`."""
     status = _STATUS.match(message)
     text = _POSITION.sub(r" at [\1]", _STATUS.sub("", message))
     if text.startswith(_NOT_READ) or (status is not None and status[1] == _NOT_IMPLEMENTED):

@@ -81,7 +81,7 @@ _MANIPULATIONS = (
     "OMIT_INSERT_COLUMN_LIST",
 )
 _STATEMENTS = ("QUERY", "INSERT", "UPDATE", "DELETE", "MERGE")
-"""Lists only what the analyzer reads, because it copies the options ten times per statement."""
+"""Lists only what the analyzer reads, because it copies the options ten times a statement."""
 _REWRITES = (
     "ARRAY_FILTER_TRANSFORM",
     "ARRAY_INCLUDES",

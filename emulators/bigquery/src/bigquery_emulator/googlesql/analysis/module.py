@@ -1,8 +1,8 @@
-"""The WebAssembly module with Google's analyzer: loads and calls it, and replaces it if it breaks.
+"""The WebAssembly module with Google's analyzer: loads it, calls it, and replaces it if it breaks.
 
 The package `zetasql` contains Google's ZetaSQL (GoogleSQL). No statement that it analyzes can
-affect this process: the module has its own memory, limits on its stack and time, and no access to
-files except the time zone files.
+affect this process: the module has its own memory, limits on its stack and running time, and no
+access to files except the time zone files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AnalyzerRefusedError(Exception):
 
 
 class AnalyzerTrappedError(Exception):
-    """The call ran out of stack or time, or hit a bug in the analyzer."""
+    """The call ran out of stack space or time, or hit a bug in the analyzer."""
 
 
 def _config() -> wasmtime.Config:
@@ -49,8 +49,8 @@ def _config() -> wasmtime.Config:
     config.epoch_interruption = True
     config.max_wasm_stack = _STACK_BYTES
     if sys.platform == "linux" and platform.machine() in _MACHINES:
-        # Generates code that runs on every CPU of this architecture, so that it can be part of an
-        # image.
+        # Generates code that runs on every CPU of this architecture, so it can be included in a
+        # container image.
         config.target = f"{platform.machine()}-unknown-linux-gnu"
     _enable_cache(config)
     return config
@@ -77,8 +77,8 @@ class AnalyzerModule:
     """The loaded module and an instance of it. Accepts calls from any thread, one at a time.
 
     wasmtime stores the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s and 1.1 GB of memory; later loads take 0.2 s. Running this package as a program triggers
-    the first load.
+    10 s and 1.1 GB of memory, and later loads take 0.2 s. Running this package as a program
+    triggers the first load.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class AnalyzerModule:
 
         Raises:
             AnalyzerRefusedError: the method returned an error.
-            AnalyzerTrappedError: the method did not finish. It has no lasting effects.
+            AnalyzerTrappedError: the method did not finish. The call has no lasting effects.
         """
         with self._lock:
             if self._instance is None:
@@ -121,8 +121,8 @@ class AnalyzerModule:
 class _Watchdog:
     """Stops calls that take too long. Only one call runs at a time.
 
-    A single thread watches all calls, and exits once there have been none for a while. A timer per
-    call would start a thread for each call.
+    A single thread watches all calls, and exits once there have been none for a while. A timer for
+    each call would start a thread for each call.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

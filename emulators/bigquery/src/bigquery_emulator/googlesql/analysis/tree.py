@@ -1,4 +1,4 @@
-"""A statement's resolved tree from the analyzer, with plain attribute access.
+"""A statement's resolved tree from the analyzer, with plain attribute access to its fields.
 
 Source: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -104,7 +104,7 @@ def _is_node(descriptor: Descriptor) -> bool:
 
 
 def _inner(message: Message) -> Message:
-    """Unwraps the node inside messages that may hold any of several kinds."""
+    """Unwraps the node from messages that may hold any of several kinds."""
     while message.DESCRIPTOR.name.startswith("AnyResolved"):
         message = message.ListFields()[0][1]
     return message

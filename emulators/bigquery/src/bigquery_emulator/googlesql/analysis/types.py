@@ -40,7 +40,7 @@ def type_of_parameter(kind: Json) -> TypeProto:
     """Returns the type described by a QueryParameterType resource.
 
     Raises:
-        InvalidQueryError: the type does not exist.
+        InvalidQueryError: there is no such type.
         UnsupportedError: this server does not support the type.
     """
     name = str(kind.get("type", "")).upper()
@@ -85,7 +85,7 @@ def field_of(name: str, kind: TypeProto) -> Field:
 
 
 def duckdb_type(kind: TypeProto) -> str:
-    """Returns DuckDB's type for a type's values.
+    """Returns the DuckDB type for the values of a type.
 
     Raises:
         UnsupportedError: this server does not support the type.
@@ -121,9 +121,9 @@ def type_name(kind: TypeProto) -> str:
 
 
 def struct_field_names(kind: TypeProto) -> list[str]:
-    """Returns a struct's DuckDB field names: BigQuery's names, or names such as `_field_2`.
+    """Returns a struct's field names in DuckDB: BigQuery's names, or names such as `_field_2`.
 
-    Duplicate names are numbered too, because DuckDB requires unique names.
+    Duplicate names are replaced with numbered names too, because DuckDB requires unique names.
     """
     names: list[str] = []
     for position, field in enumerate(kind.struct_type.field, 1):

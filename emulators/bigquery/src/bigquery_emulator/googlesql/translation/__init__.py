@@ -1,1 +1,1 @@
-"""Translates a GoogleSQL statement's resolved tree to DuckDB's SQL."""
+"""Translates a GoogleSQL statement's resolved tree to DuckDB SQL."""

@@ -35,7 +35,7 @@ class Aggregate:
 
     @property
     def is_plain(self) -> bool:
-        """True if it has neither DISTINCT nor ORDER BY."""
+        """True if the call has neither DISTINCT nor ORDER BY."""
         return not self.distinct and not self.order
 
     def of(self, name: str, *others: str, condition: str = "") -> str:
@@ -46,7 +46,7 @@ class Aggregate:
 
 
 def aggregate(node: Node, scope: Scope) -> str:
-    """Returns DuckDB's SQL for an AggregateFunctionCall.
+    """Returns the DuckDB SQL for an AggregateFunctionCall.
 
     Raises:
         UnsupportedError: a function or modifier has no translation.
@@ -93,7 +93,7 @@ def _by(kind: str) -> Callable[[Aggregate], str]:
 
 
 def analytic(node: Node, scope: Scope, window: str) -> str:
-    """Returns DuckDB's SQL for an AnalyticFunctionCall over a window.
+    """Returns the DuckDB SQL for an AnalyticFunctionCall over a window.
 
     Args:
         window: the text in the parentheses after OVER.
@@ -197,7 +197,7 @@ def _string_agg(one: Aggregate) -> str:
 
 
 def _quantiles(one: Aggregate) -> str:
-    """Returns exact quantiles, which are valid as approximations and the same on every run."""
+    """Returns exact quantiles, which are valid approximations and are the same on every run."""
     buckets = one.call.integer(1)
     if buckets is None or not 0 < buckets <= _MOST_QUANTILES:
         raise InvalidQueryError("Argument 2 to APPROX_QUANTILES must be a positive integer literal")
@@ -208,7 +208,7 @@ def _quantiles(one: Aggregate) -> str:
 
 
 def _top_count(one: Aggregate) -> str:
-    """Returns exact counts, which are valid as approximations.
+    """Returns exact counts, which are valid as approximate counts.
 
     Among equal counts, the smaller value comes first.
     """
@@ -311,8 +311,8 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
 def _exact(place: float) -> str:
     """Returns a percentile as a DECIMAL, which DuckDB multiplies as exactly as GoogleSQL does.
 
-    The lost digits would matter only with more rows than fit in memory. The value is truncated
-    rather than rounded, so that an exact percentile that falls on a row stays there.
+    The lost digits would matter only if there were more rows than fit in memory. The value is
+    truncated rather than rounded, so that an exact percentile that falls on a row stays there.
     """
     digits = Decimal(place).quantize(Decimal(1).scaleb(-_PLACE_DIGITS), ROUND_DOWN, _PLACE_CONTEXT)
     return f"CAST('{digits:f}' AS DECIMAL({_PLACE_DIGITS + 1},{_PLACE_DIGITS}))"

@@ -22,7 +22,7 @@ _STRING, _BYTES, _BOOL = types.TYPE_STRING, types.TYPE_BYTES, types.TYPE_BOOL
 _DATE, _DATETIME = types.TYPE_DATE, types.TYPE_DATETIME
 _TIMESTAMP, _TIME = types.TYPE_TIMESTAMP, types.TYPE_TIME
 _MOST_WHOLE_DIGITS = 29
-"""Maximum digits of a NUMERIC before the decimal point."""
+"""Maximum number of digits that a NUMERIC may have before the decimal point."""
 
 _MACROS: dict[tuple[int, int], str] = {
     (_INT, _STRING): "CAST({0} AS VARCHAR)",
@@ -118,7 +118,7 @@ def _cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
-    """Casts a struct by position. DuckDB's own cast matches fields by name."""
+    """Casts a struct's fields by position. DuckDB's own cast matches fields by name."""
     names = struct_field_names(target)
     parts = []
     for place, (own, wanted) in enumerate(

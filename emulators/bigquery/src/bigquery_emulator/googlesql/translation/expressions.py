@@ -22,11 +22,11 @@ _MOMENTS = {types.TYPE_TIMESTAMP: "timestamp", types.TYPE_DATETIME: "datetime"}
 
 
 def expression(node: Node, scope: Scope) -> str:
-    """Returns DuckDB's SQL for an expression.
+    """Returns the DuckDB SQL for an expression.
 
     Args:
         node: an expression in the resolved tree.
-        scope: translates its columns and parameters.
+        scope: translates the node's columns and parameters.
 
     Raises:
         UnsupportedError: a node or function has no translation.
@@ -38,7 +38,7 @@ def expression(node: Node, scope: Scope) -> str:
 
 
 def call_of(node: Node, scope: Scope) -> Call:
-    """Returns a node's function call, with its arguments in DuckDB's SQL."""
+    """Returns a node's function call, with its arguments as DuckDB SQL."""
     arguments = list(node.argument_list)
     if not arguments and node.generic_argument_list:
         arguments = [argument.expr for argument in node.generic_argument_list]
@@ -54,7 +54,7 @@ def call_of(node: Node, scope: Scope) -> Call:
 
 
 def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
-    """Returns `at + INTERVAL 1 DAY` as TIMESTAMP_ADD: an INTERVAL by itself has no translation."""
+    """Returns `at + INTERVAL 1 DAY` as TIMESTAMP_ADD; an INTERVAL by itself has no translation."""
     moment, span = arguments
     kind = _MOMENTS.get(moment.type.type_kind)
     if kind is None or span.function.name != "ZetaSQL:$interval":
@@ -70,7 +70,7 @@ def _span(node: Node) -> list[Node]:
 
 
 def _argument(node: Node, scope: Scope) -> str:
-    # Names such as DAY are read from the node by the functions that use them.
+    # Functions that use names such as DAY read them from the node.
     return "" if is_name(node) else expression(node, scope)
 
 

@@ -1,4 +1,4 @@
-"""Converts the analyzer's values to DuckDB's SQL.
+"""Converts the analyzer's values to DuckDB SQL.
 
 Source of the encodings:
 https://github.com/google/googlesql/blob/master/googlesql/public/value.proto
@@ -41,7 +41,7 @@ def literal(value: Any, kind: TypeProto) -> str:
     """Returns a typed literal.
 
     Args:
-        value: a ValueProto. If no field is set, it is NULL.
+        value: a ValueProto. The value is NULL if no field is set.
 
     Raises:
         UnsupportedError: DuckDB has no equivalent type.
@@ -71,7 +71,7 @@ def _struct(value: Any, kind: TypeProto) -> str:
 
 def _integer(value: Any) -> str:
     number = value.int64_value
-    # The smallest number has no positive counterpart that could follow a minus sign.
+    # The smallest number has no positive counterpart to put after a minus sign.
     return f"CAST('{number}' AS BIGINT)" if number < 0 else f"CAST({number} AS BIGINT)"
 
 

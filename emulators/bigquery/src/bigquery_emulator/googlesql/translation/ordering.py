@@ -1,4 +1,4 @@
-"""ORDER BY: GoogleSQL's ordering of NULL and NaN."""
+"""ORDER BY: how GoogleSQL orders NULL and NaN."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,11 @@ from bigquery_emulator.googlesql.translation.scope import Scope
 def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -> str:
     """Returns the keys after ORDER BY.
 
-    NULL sorts before all values, and NaN sorts between NULL and the numbers. DuckDB puts NaN after
+    NULL sorts before all values, and NaN sorts between NULL and the numbers. DuckDB sorts NaN after
     the numbers.
 
     Args:
-        is_one_key: True if only one key is allowed, as for a RANGE frame with an offset.
+        is_one_key: True if only one key is allowed, as with a RANGE frame that has an offset.
     """
     keys: list[str] = []
     for item in items:

@@ -1,4 +1,4 @@
-"""Translates queries: each scan in a resolved tree becomes a SELECT whose columns are named by id.
+"""Translates queries: each scan in a resolved tree becomes a SELECT whose columns are named by ID.
 
 Source of the tree: https://github.com/google/googlesql/blob/master/docs/resolved_ast.md
 """
@@ -58,7 +58,7 @@ def subquery(node: Node, scope: Scope) -> str:
         value = expression(node.in_expr, scope)
         is_in = f"({value} IN (SELECT {name} FROM ({inner})))"
         if node.in_expr.type.type_kind == types.TYPE_DOUBLE:
-            # NaN equals nothing in GoogleSQL.
+            # NaN is not equal to anything in GoogleSQL.
             unknown = f"CASE WHEN bool_or({name} IS NULL) THEN NULL ELSE false END"
             none = f"(SELECT {unknown} FROM ({inner}))"
             return f"(CASE WHEN isnan({value}) THEN {none} ELSE {is_in} END)"
@@ -104,7 +104,7 @@ def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
 
 
 def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
-    """Returns a scan's SELECT list: computed columns and columns passed through."""
+    """Returns a scan's SELECT list: computed columns, and columns that are passed through."""
     computed, parts, seen = computed or {}, [], set()
     for column in scan.column_list:
         if column.column_id not in seen:
@@ -190,7 +190,7 @@ def _aggregate(scan: Node, scope: Scope) -> str:
 
 
 def _grouping_sets(scan: Node, scope: Scope) -> str:
-    """Translates ROLLUP, CUBE and GROUPING SETS, which the analyzer has expanded into sets."""
+    """Translates ROLLUP, CUBE, and GROUPING SETS, which the analyzer has expanded into sets."""
     keys = _computed(scan.group_by_list, scope)
     places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
     sets = []
@@ -278,7 +278,10 @@ def _with(scan: Node, scope: Scope) -> str:
 
 
 def _recursive(scan: Node, scope: Scope) -> str:
-    """Translates a recursive WITH query. Its column `level` counts iterations to limit them."""
+    """Translates a recursive WITH query.
+
+    Its `level` column counts iterations so that they can be limited.
+    """
     if scan.enum("op_type") != "UNION_ALL" or scan.recursion_depth_modifier is not None:
         raise unsupported("WITH RECURSIVE by UNION DISTINCT, or with WITH DEPTH")
     name = scope.recursive_names[-1]
@@ -300,7 +303,7 @@ def _recursive(scan: Node, scope: Scope) -> str:
 
 
 def _recursive_ref(scan: Node, scope: Scope) -> str:
-    """Translates a recursive reference: returns the previous iteration's rows."""
+    """Translates a recursive reference, which returns the rows of the previous iteration."""
     name = scope.recursive_names[-1]
     return _select_named(name, scan, scope)
 
@@ -323,7 +326,7 @@ def _query_name(name: str, scope: Scope) -> str:
 
 
 def _in_words(kind: str) -> str:
-    """Returns a node's name as users know it: `PivotScan` is PIVOT."""
+    """Returns the name by which users know a node: `PivotScan` is PIVOT."""
     return kind.removesuffix("Scan").removesuffix("Stmt").upper()
 
 

@@ -1,4 +1,4 @@
-"""Translates a resolved tree's names to DuckDB's SQL."""
+"""Translates a resolved tree's names to DuckDB SQL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigquery_emulator.googlesql.calls import unsupported
 
 @dataclass(frozen=True)
 class TableSource:
-    """A TableScan's source: DuckDB's SQL after FROM, and the SQL for each column by name."""
+    """A TableScan's source: the DuckDB SQL after FROM, and the SQL for each column by name."""
 
     sql: str
     columns: Mapping[str, str]
@@ -20,13 +20,14 @@ class TableSource:
 
 @dataclass
 class Scope:
-    """A statement's columns, parameters and tables.
+    """A statement's columns, parameters, and tables.
 
     Args:
-        prefix: prefix for its column names, so that a view's columns don't collide with surrounding
-            ones.
-        sources: tables by the analyzer's keys.
-        parameters: DuckDB's SQL for each parameter, by lowercase name or by position from 1.
+        prefix: the prefix for its column names, so that a view's columns don't collide with those
+            around it.
+        sources: the tables, keyed as in the analyzer.
+        parameters: the DuckDB SQL for each parameter, keyed by lowercase name or by position from
+            1.
     """
 
     prefix: str
@@ -34,16 +35,16 @@ class Scope:
     parameters: Mapping[str | int, str]
     translate_subquery: Callable[[Node, Scope], str]
     named_queries: dict[str, list[int]] = field(default_factory=dict)
-    """Each WITH query's column ids, in order."""
+    """Each WITH query's column IDs, in order."""
     recursive_names: list[str] = field(default_factory=list)
     """Recursive WITH queries that are being translated, innermost last."""
     literal_marks: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """Placeholders for literals that are filled in later, by their ranges in the statement."""
+    """Placeholders for literals to be filled in later, keyed by their ranges in the statement."""
     targets: dict[int, str] = field(default_factory=dict)
-    """SQL for columns that no inner query outputs, such as an UPDATE's."""
+    """SQL for columns that are not output by any inner query, such as an UPDATE's."""
 
     def column(self, column_id: int) -> str:
-        """Returns a column's name. Ids are unique within a statement."""
+        """Returns a column's name. IDs are unique within a statement."""
         return self.targets.get(column_id) or f"{self.prefix}{column_id}"
 
     def parameter(self, node: Node) -> str:

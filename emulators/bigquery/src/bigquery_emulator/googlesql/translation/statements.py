@@ -1,4 +1,4 @@
-"""Statements: queries with BigQuery's column names, and INSERT, UPDATE, DELETE and MERGE."""
+"""Statements: queries with BigQuery's column names, and INSERT, UPDATE, DELETE, and MERGE."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TARGET = "target"
 
 @dataclass(frozen=True)
 class Written:
-    """A statement in DuckDB's SQL.
+    """A statement as DuckDB SQL.
 
-    `checks` are queries that must run first, in the same transaction: they fail if the statement
-    must fail. `schema` has the fields of a query's result.
+    `checks` are queries that must run first, in the same transaction, and that fail if the
+    statement must fail. `schema` has the fields of a query's result.
     """
 
     kind: str
@@ -54,7 +54,7 @@ def write_query(tree: Node, scope: Scope) -> Written:
 
 
 def _result_names(given: Sequence[str]) -> list[str]:
-    """Names unnamed columns as BigQuery does: f0_, f1_ and so on.
+    """Names unnamed columns as BigQuery does: f0_, f1_, and so on.
 
     Raises:
         InvalidQueryError: a name occurs twice.
@@ -75,7 +75,7 @@ def _result_names(given: Sequence[str]) -> list[str]:
 
 
 def _checked(value: str, kind: TypeProto, name: str) -> str:
-    """Checks a value for a result or a table: arrays become non-NULL and must not contain NULL."""
+    """Checks a value for a result or table: NULL arrays become empty; arrays can't contain NULL."""
     has_null = _has_null_element(value, kind)
     if not has_null:
         return value
@@ -106,10 +106,10 @@ def _has_null_element(value: str, kind: TypeProto, depth: int = 0) -> str:
 
 
 def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
-    """Translates INSERT, UPDATE, DELETE or MERGE.
+    """Translates an INSERT, UPDATE, DELETE, or MERGE statement.
 
     Args:
-        table: DuckDB's name for the table to change.
+        table: the DuckDB name of the table to change.
 
     Raises:
         UnsupportedError: part of the statement has no translation.
@@ -193,7 +193,7 @@ def _changes(items: Sequence[Node], scope: Scope) -> list[tuple[str, str]]:
 
 
 def _update_from(tree: Node, scope: Scope, table: str) -> Written:
-    """Joins first, because two source rows for one target row are an error."""
+    """Joins first, because two source rows for the same target row are an error."""
     target = tree.table_scan
     names = {column.column_id: scope.column(column.column_id) for column in target.column_list}
     own = ", ".join(

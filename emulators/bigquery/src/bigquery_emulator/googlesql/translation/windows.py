@@ -1,4 +1,4 @@
-"""Window functions: OVER with its partitions, order and frame."""
+"""Window functions: OVER with its partitions, order, and frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FRAME_ENDS = {
 
 
 def window_functions(scan: Node, scope: Scope) -> dict[int, str]:
-    """Returns DuckDB's SQL for each function in an AnalyticScan, by column id.
+    """Returns the DuckDB SQL for each function in an AnalyticScan, by column ID.
 
     Raises:
         UnsupportedError: a function has no translation.
@@ -55,7 +55,7 @@ def _is_by_value(frame: Node) -> bool:
 
 
 def _check_bounded(frame: Node) -> None:
-    """Rejects frames that may start or end with NaN, which DuckDB sorts at the other end."""
+    """Rejects frames that may start or end at NaN, which DuckDB sorts at the opposite end."""
     for end in (frame.start_expr, frame.end_expr):
         if end.enum("boundary_type").startswith("UNBOUNDED"):
             raise unsupported("RANGE over FLOAT64 with one end UNBOUNDED")

@@ -78,7 +78,7 @@ class _Moment(NamedTuple):
 
 
 def formatted(call: Call) -> str:
-    """Translates FORMAT_DATE, FORMAT_TIME, FORMAT_DATETIME and FORMAT_TIMESTAMP."""
+    """Translates FORMAT_DATE, FORMAT_TIME, FORMAT_DATETIME, and FORMAT_TIMESTAMP."""
     pattern = call.text(0)
     if pattern is None:
         raise unsupported("A date format that is not a literal")
@@ -110,7 +110,7 @@ def _write_out(pattern: str) -> str:
 
 
 def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
-    """Returns DuckDB's SQL for each part, in order.
+    """Returns the DuckDB SQL for each part, in order.
 
     Consecutive elements that strftime supports form one part.
     """
@@ -150,7 +150,7 @@ def _parts(pattern: str, moment: _Moment, told: str) -> list[str]:
 
 
 def parsed(kind: str) -> Translate:
-    """Translates PARSE_DATE, PARSE_TIME, PARSE_DATETIME or PARSE_TIMESTAMP, by DuckDB's type."""
+    """Translates PARSE_DATE, PARSE_TIME, PARSE_DATETIME, or PARSE_TIMESTAMP, by DuckDB type."""
 
     def write(call: Call) -> str:
         pattern, value = _parse_pattern(call, kind), call.sql[1]

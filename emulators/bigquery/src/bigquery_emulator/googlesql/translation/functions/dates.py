@@ -1,7 +1,7 @@
-"""Functions for DATE, TIME, DATETIME and TIMESTAMP.
+"""Functions for DATE, TIME, DATETIME, and TIMESTAMP.
 
 A TIMESTAMP is a TIMESTAMPTZ in DuckDB, and the session's zone is UTC. A DATETIME is a TIMESTAMP.
-DuckDB's weeks begin on Monday; for other first days, the value is shifted.
+DuckDB's weeks begin on Monday; if the first day is a different one, the value is shifted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", 
 
 
 def _unit(part: str) -> tuple[str, int]:
-    """Returns DuckDB's unit, and how many days to shift by so that weeks start on Monday."""
+    """Returns the DuckDB unit, and how many days to shift by so that weeks start on Monday."""
     if part.startswith("WEEK_"):
         return "week", _WEEKDAYS.index(part.removeprefix("WEEK_"))
     if part == "WEEK":
@@ -80,7 +80,7 @@ def _added(sign: str) -> Translate:
 def _difference(call: Call) -> str:
     later, earlier, part = call.sql[0], call.sql[1], call.part(2)
     if call.kind() == _TIMESTAMP:
-        # Whole units, truncated toward zero.
+        # Whole units between the two values, truncated toward zero.
         if part not in _UNIT_US:
             raise InvalidQueryError(f"TIMESTAMP_DIFF does not support the {part} date part")
         return f"bq.timestamp_diff({_UNIT_US[part]}, {later}, {earlier})"

@@ -35,7 +35,7 @@ def _path(call: Call) -> str:
 def _text(call: Call) -> str:
     """Returns the call's STRING.
 
-    An index such as `[0]` would also find the name 0 in an object.
+    An index such as `[0]` would also match the name 0 in an object.
     """
     value, path = call.sql[0], _path(call)
     prefixes = [path[: match.start()] for match in re.finditer(r"\[", path)]
@@ -78,7 +78,7 @@ def _array(macro: str, *, of_text: str) -> Translate:
 
 
 def _parse(call: Call) -> str:
-    # The mode for numbers that FLOAT64 can't represent; the default is 'exact'.
+    # The mode for numbers that FLOAT64 can't represent, which is 'exact' by default.
     if len(call.sql) > 1 and call.text(1) != "exact":
         raise call.refused()
     return f"bq.parse_json({call.sql[0]})"
@@ -106,7 +106,7 @@ def _to_text(call: Call) -> str:
 
 
 def _to_json(call: Call) -> str:
-    # A second argument requests wide numbers as strings.
+    # A second argument requests that wide numbers be written as strings.
     if len(call.sql) > 1 and call.sql[1] != "false":
         raise call.refused()
     return f"CAST({json_text(call.sql[0], call.nodes[0].type, is_json=True)} AS JSON)"

@@ -1,4 +1,4 @@
-"""Values as JSON text, in the format of TO_JSON_STRING and TO_JSON.
+"""Values as JSON text, in the format used by TO_JSON_STRING and TO_JSON.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/json_functions#json_encodings
 """
@@ -39,7 +39,7 @@ _FORMS_OF_JSON = {
 
 
 def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = False) -> str:
-    """Returns DuckDB's SQL for a value's text.
+    """Returns the DuckDB SQL for a value's text.
 
     Args:
         is_json: True if the text becomes a JSON value, as in TO_JSON.

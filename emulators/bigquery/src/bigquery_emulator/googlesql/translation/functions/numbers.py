@@ -18,7 +18,7 @@ _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERI
 
 
 def _by_type(**forms: Translate | str) -> Translate:
-    """Returns a translation with one form per first-argument type: `int` and so on."""
+    """Returns a translation with one form for each type of the first argument: `int` and so on."""
     kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
     by_kind = {kinds[name]: form for name, form in forms.items()}
 
@@ -32,7 +32,7 @@ def _by_type(**forms: Translate | str) -> Translate:
 
 
 def _try_form(form: str) -> Translate:
-    """Returns a form that yields NULL if it fails."""
+    """Returns a form that yields NULL on failure."""
     return lambda call: tried(call.nodes, call.sql, lambda sql: form.format(*sql))
 
 
@@ -81,7 +81,8 @@ def _safe(operator: str) -> Translate:
         f"(CASE WHEN isinf({{0}} {operator} {{1}}) AND NOT isinf({{0}}) AND NOT isinf({{1}})"
         f" THEN NULL ELSE {{0}} {operator} {{1}} END)"
     )
-    # DuckDB's sum and difference of two DECIMAL(38,9) have the same type, and fail on overflow.
+    # In DuckDB, the sum and difference of two DECIMAL(38,9) values have the same type, and overflow
+    # is an error.
     numeric = "bq.safe_numeric_multiply({0}, {1})" if operator == "*" else plain
     return _by_type(int=plain, double=of_float, numeric=numeric)
 

@@ -1,7 +1,7 @@
 """Operators and conditional expressions.
 
-In GoogleSQL, NaN equals nothing and is not greater than any number. In DuckDB, it equals itself and
-is greater than all numbers, so FLOAT64 comparisons check for it.
+In GoogleSQL, NaN is not equal to anything and is not greater than any number. In DuckDB, NaN equals
+itself and is greater than all numbers, so FLOAT64 comparisons check for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _equal(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
 
 
 def _not_distinct(left: str, right: str, kind: TypeProto, other: TypeProto) -> str:
-    """True if two values are equal or both NULL; STRUCTs are compared field by field."""
+    """True if two values are equal or are both NULL; STRUCTs are compared field by field."""
     if types.TYPE_ARRAY in (kind.type_kind, other.type_kind):
         raise unsupported("Comparison of ARRAY")
     if kind.type_kind != types.TYPE_STRUCT:
@@ -202,7 +202,7 @@ def _shift(macro: str) -> Translate:
 
 def _minus(call: Call) -> str:
     if call.kind() == types.TYPE_INT64:
-        # A minus sign before the smallest number would widen it.
+        # A minus sign in front of the smallest number would widen its type.
         return f"(CAST(0 AS BIGINT) - {call.sql[0]})"
     return f"(-({call.sql[0]}))"
 
@@ -245,7 +245,7 @@ def _many(name: str) -> Translate:
 
 
 def _extreme(name: str) -> Translate:
-    """Translates GREATEST or LEAST: NULL if any argument is NULL. DuckDB skips NULLs."""
+    """Translates GREATEST or LEAST, which is NULL if any argument is NULL. DuckDB skips NULLs."""
 
     def write(call: Call) -> str:
         if call.type.type_kind == types.TYPE_DOUBLE and any(

@@ -19,8 +19,8 @@ class Call:
     """A function call.
 
     Attributes:
-        name: ZetaSQL's name in lowercase, such as `date_trunc` or `$add`.
-        sql: arguments in DuckDB's SQL. Empty for an argument that is a name, such as a date part.
+        name: the ZetaSQL name in lowercase, such as `date_trunc` or `$add`.
+        sql: the arguments as DuckDB SQL. Empty for an argument that is a name, such as a date part.
     """
 
     name: str
@@ -36,21 +36,21 @@ class Call:
         return date_part(self.nodes[place].value.value)
 
     def text(self, place: int) -> str | None:
-        """Returns a literal argument's text, otherwise None."""
+        """Returns the text of a literal argument, or None for any other argument."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("string_value"):
             return None
         return str(node.value.value.string_value)
 
     def integer(self, place: int) -> int | None:
-        """Returns an INT64 literal argument's number, otherwise None."""
+        """Returns the number in an INT64 literal argument, or None for any other argument."""
         node = self.nodes[place]
         if node.kind != "Literal" or not node.value.value.HasField("int64_value"):
             return None
         return int(node.value.value.int64_value)
 
     def zone(self, place: int) -> str:
-        """Returns DuckDB's SQL for an argument that names a time zone."""
+        """Returns the DuckDB SQL for an argument that names a time zone."""
         name, sql = self.text(place), self.sql[place]
         # Most are names such as `Europe/Berlin`, which a macro does not need to validate.
         is_plain = is_zone_parameter(sql) if name is None else is_plain_zone(name)
@@ -63,7 +63,7 @@ class Call:
         return not any(part.kind == "ColumnRef" or part.kind.endswith("Scan") for part in inner)
 
     def put(self, form: str) -> str:
-        """Replaces {0}, {1} and so on in a form with the arguments."""
+        """Replaces {0}, {1}, and so on in a form with the arguments."""
         return form.format(*self.sql)
 
     def refused(self) -> Exception:
@@ -81,10 +81,10 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
 
     Errors in the arguments themselves must still be raised, so TRY contains only columns. Other
     arguments are passed as list elements. Constants need this too, because DuckDB evaluates their
-    conditions in advance, where TRY does not catch errors.
+    conditions in advance, at a point where TRY does not catch errors.
 
     Args:
-        write: returns the function's SQL, given the arguments.
+        write: returns the function's SQL for the given arguments.
     """
     handed = {
         place: f"a{place} := {sql[place]}"
@@ -104,8 +104,8 @@ Translate = Callable[[Call], str]
 Functions = Mapping[str, Translate | str]
 """Translations by function name.
 
-Each is DuckDB's SQL with {0}, {1} ... for the arguments, all of which are required, or a function
-that returns the SQL.
+Each is either DuckDB SQL with {0}, {1}, and so on for the arguments, all of which are required, or
+a function that returns the SQL.
 """
 
 

@@ -13,7 +13,7 @@ FUNCTIONS: Functions = {**OPERATORS, **NUMBERS, **STRINGS, **DATES, **ARRAYS, **
 
 
 def function(call: Call) -> str:
-    """Returns DuckDB's SQL for a call.
+    """Returns the DuckDB SQL for a call.
 
     Raises:
         UnsupportedError: a function or its argument types have no translation.

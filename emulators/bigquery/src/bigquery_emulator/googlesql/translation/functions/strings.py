@@ -19,7 +19,7 @@ from bigquery_emulator.udf.texts import folded
 
 _STRING, _BYTES = types.TYPE_STRING, types.TYPE_BYTES
 _WORD_BREAKS = r"""\s\x0b\[\](){}/|\\<>!?@"^#$&~_,.:;*%+\-"""
-"""INITCAP's default delimiters, as characters in an RE2 class."""
+"""INITCAP's default delimiters, as characters in an RE2 character class."""
 _FORMAT_PART = re.compile(r"%([-+ 0#']*)(\d*)(?:\.(\d+))?(.)")
 
 
@@ -82,7 +82,7 @@ def _split(call: Call) -> str:
 
 
 def _regexp(form: str, group_form: str | None = None) -> Translate:
-    """Returns a function whose RE2 pattern must be a literal that DuckDB reads the same way."""
+    """Returns a function whose RE2 pattern must be a literal that means the same in DuckDB."""
 
     def write(call: Call) -> str:
         pattern = call.text(1)
@@ -200,7 +200,7 @@ def _shown(call: Call, place: int) -> str:
         wanted = type(kind)(type_kind=_STRING)
         as_string = cast(call.sql[place], kind, wanted)
     if kind.type_kind == types.TYPE_DOUBLE:
-        # A whole FLOAT64 is 1.0 here, but 1 when cast to STRING.
+        # A whole FLOAT64 is formatted as 1.0 here, but as 1 when cast to STRING.
         as_string = f"bq.float_shown({call.sql[place]})"
     return f"coalesce({as_string}, 'NULL')"
 
@@ -214,7 +214,7 @@ def _edge(name: str) -> Translate:
 
 
 def _with_edge(name: str) -> Translate:
-    """Tests whether a value starts or ends with another. Also works on the digits of BYTES."""
+    """Tests whether a value starts or ends with another. Also works on the hex digits of BYTES."""
 
     def write(call: Call) -> str:
         if call.kind() == _BYTES:
