@@ -250,7 +250,7 @@ async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str
 @router.get("/files", scope="files", include_in_schema=False)
 async def list_files(call: Call, files: Files, url_signer: UrlSigner) -> Response:
     """Lists the newest files. Under /v1, api/routes/files.py is tried first."""
-    results = await list_files(call, files, url_signer)
+    results = await list_newest_files(call, files, url_signer)
     return encode_json({"previous": None, "next": None, "results": results})
 
 

@@ -83,7 +83,7 @@ async def test_broken_file_replaces_nothing(
         assert keys.keys_status() == "ok"
         assert failures("invalid") == before + 2
         assert REGISTRY.get_sample_value("penstock_keys_up") == 0
-        told = [record for record in caplog.records if "could not be read" in record.message]
+        told = [record for record in caplog.records if "could not read" in record.message]
         assert len(told) == 1  # once, rather than every two seconds
         keys_url(tmp_path, b="acme")
         await directory.refresh()

@@ -212,7 +212,7 @@ async def test_a_deleted_response_is_not_created_again_with_its_key(
     assert again.status_code == 400, again.text
     error = again.json()["error"]
     assert error["param"] == "idempotency-key"
-    assert "was deleted recently; use another key" in error["message"]
+    assert "was deleted recently; use a different key" in error["message"]
 
 
 async def test_another_tenant_can_neither_read_nor_refer_to_it(

@@ -198,7 +198,7 @@ def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture
         (
             "{mean_per_s: 1, seconds_per_item: 1, measured: x}",
             {},
-            "models.mine.work_per_item is required: the result of the class's `work`",
+            "models.mine.work_per_item is required: the value that the class's `work`",
         ),
         (
             "{mean_per_s: 1, work_per_item: 2000}",
