@@ -18,9 +18,11 @@ For client developers: each endpoint with a request, a reply and its errors. Thi
 from the OpenAPI document, which also describes all fields: view it at `/docs`. [api.md](api.md)
 explains headers, limits and formats.
 
-Each request needs a key, except for `/livez`, `/readyz`, `/health`, `/healthz` and signed links.
-For a text/event-stream, one of its events is shown.
+Each request needs a key, except for `/livez`, `/readyz`, `/health`, `/healthz` and signed links. An
+endpoint that needs a key can also return a 401, 403, 431, or 503. For a text/event-stream, one of
+its events is shown.
 """
+USUAL_ERRORS = {"401", "403", "431", "503"}
 MAX_CHARS = 100
 _JSON = "application/json"
 
@@ -49,8 +51,11 @@ def _endpoint(
     for status, response in statuses.items():
         if status < "300":
             yield from _reply(status, response, page)
-    refused = ", ".join(sorted(status for status in statuses if status >= "400"))
-    yield f"Errors: {refused}."
+    errors = {status for status in statuses if status >= "400"}
+    if errors >= USUAL_ERRORS:
+        errors -= USUAL_ERRORS
+    if errors:
+        yield f"Errors: {', '.join(sorted(errors))}."
 
 
 def _address(path: str, operation: dict[str, Any]) -> str:

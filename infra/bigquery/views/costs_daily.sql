@@ -8,7 +8,7 @@
 -- column requests: requests, including rejected ones
 -- column items: texts or images, excluding rejected requests
 -- column succeeded: delivered items
--- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
+-- column charged_tokens: tokens times the share that is charged; multiply by the token price to get the cost
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column list_price_usd: list price of the work, before any share is applied
 -- column cost_usd: amount charged, not rounded

@@ -1,4 +1,4 @@
--- Latency of delivered items by hour and phase, in approximate percentiles, which can't be added up or averaged.
+-- Latency of delivered items by hour and phase, as approximate percentiles, which can't be added up or averaged.
 -- column day: UTC day that contains the hour; filter on it in each query
 -- column hour: start of the hour (UTC)
 -- column model: model name in the catalog
@@ -6,7 +6,7 @@
 -- column items: delivered items
 -- column total_p50_ms: median time from receiving the request to replying, excluding rejected requests
 -- column total_p95_ms: its 95th percentile
--- column total_p99_ms: 99th percentile of that time
+-- column total_p99_ms: 99th percentile of the time from receiving the request to replying
 -- column queue_p50_ms: median time spent at the broker
 -- column queue_p95_ms: its 95th percentile
 -- column batch_wait_p50_ms: median time from when an item is pulled until its batch starts

@@ -2,7 +2,7 @@
 -- column day: UTC day that contains the hour; filter on it in each query
 -- column hour: start of the hour (UTC)
 -- column deployment: the workers' models as named in the catalog, joined with +
--- column models: their models as named in rows, comma-separated
+-- column models: the workers' models as named in rows, comma-separated
 -- column region: region in which the workers run
 -- column gpu_type: same as in the rows; NULL for a CPU
 -- column spot: true for a spot node; NULL if unknown, in which case the on-demand price applies

@@ -5,14 +5,14 @@
 -- totals: items, batches
 -- column hour: hour in which the batch started (UTC)
 -- column model: model name in the catalog
--- column workers: workers that ran batches
+-- column workers: number of workers that ran batches
 -- column items: items in batches
 -- column batches: batches
 -- column items_per_batch: mean
 -- column fill_percent: number of items as a percentage of these batches' maximum; NULL in rows from older releases
 -- column padding_percent: percentage of computed tokens that are padding; NULL for images and in older rows
 -- column cold_percent: percentage of items that waited for a model to load; NULL in older rows
--- column batch_wait_p95_ms: 95th percentile of the time in the worker until the batch started
+-- column batch_wait_p95_ms: 95th percentile of the time that an item spent in the worker before its batch started
 -- column inference_ms_per_item: batch time divided by the number of items
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -12,7 +12,7 @@
 -- column charged_usd: amount charged for hits and joined items, not rounded
 -- column list_usd: list price of hits and joined items; for rows from older releases, the mean price of computed items
 -- column caller_saved_usd: list_usd minus charged_usd
--- column gpu_saved_s: whole-device seconds: units of hits and joined items times the mean time per computed unit
+-- column gpu_saved_s: whole-device seconds: the number of units in hits and joined items times the mean time per computed unit
 -- column gpu_usd_per_hour: mean list price of the GPUs that computed the model; NULL if it ran only on CPUs
 -- column gpu_saved_usd: gpu_saved_s times the GPUs' mean list price
 WITH once AS (

@@ -1,4 +1,4 @@
--- GPUs needed and load for each hour of the week.
+-- Load and number of GPUs needed for each hour of the week.
 -- owner: operations
 -- audience: operators
 -- plot: heat gpus_max by hour and weekday

@@ -9,9 +9,9 @@
 -- column items: number of items or rejected requests
 -- column tenants: number of affected tenants
 -- column percent_of_model: percentage of the model's items and rejected requests
--- column most_attempts: maximum deliveries per item
+-- column most_attempts: maximum number of deliveries per item
 -- column latest: time at which the most recent affected item or request was received
--- column example_request_id: request ID of the most recent one, for searching the logs
+-- column example_request_id: request ID of the most recent affected item or request, for searching the logs
 WITH once AS (
   SELECT
     model,

@@ -1,4 +1,4 @@
--- Usage by tenant, flow, and day, for whole flows and by step.
+-- Usage by tenant, flow, and day, for each whole flow and for each of its steps.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per flow

@@ -5,10 +5,10 @@
 -- plot: lines gpus, gpus_high, week_ago_gpus by hour
 -- column hour: start of the hour (UTC)
 -- column local_hour: the same time in the report's time zone
--- column weeks: number of whole weeks before the end of the range that the forecast uses
+-- column weeks: number of whole weeks, counted back from the end of the range, that the forecast uses
 -- column gpus: expected device seconds in the hour divided by 3,600
 -- column gpus_high: for planning: the forecast plus the largest error for this hour in past weeks
--- column items: expected texts or images
+-- column items: expected number of texts or images
 -- column week_ago_gpus: GPUs needed in the same hour of the previous week
 -- column error_percent: forecast error (WAPE) over up to three past weeks, each forecast from the weeks before it: the sum of absolute errors divided by the sum of actual values; NULL if there is only one week
 -- Method: the range is divided into weeks of 168 hours, counted back from its last whole hour. The forecast for an hour

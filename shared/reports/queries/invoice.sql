@@ -17,7 +17,7 @@
 -- column items: texts, images, or predictions
 -- column quantity: number of units
 -- column list_usd: quantity times unit price, divided by price_per
--- column amount_usd: amount charged: the sum of the rows' cost, which equals quantity x unit price / price_per x share except for the last digits
+-- column amount_usd: amount charged, which is the sum of the rows' costs and equals quantity x unit price / price_per x share, except for the last digits
 WITH once AS (
   SELECT
     tenant,

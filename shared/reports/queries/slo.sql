@@ -7,10 +7,10 @@
 -- plot: lines deadlines_burn by day, one color per scope
 -- column day: day in the report's time zone
 -- column scope: a model, or (all); only (all) has rows for days without requests
--- column requests: requests that count toward availability: either all items succeeded, or one failed with a 5xx other than 504
+-- column requests: requests that count toward availability: those in which all items succeeded, or one failed with a 5xx other than 504
 -- column bad_requests: requests that failed with a 5xx other than 504
 -- column availability_percent: percentage of counted requests that were good
--- column availability_burn: burn rate of the error budget; at a rate of 1, the budget lasts exactly for the period
+-- column availability_burn: burn rate of the error budget; at a rate of 1, the budget lasts exactly until the end of the period
 -- column availability_budget_left_percent: percentage of the error budget left, based on the days from the start of the range through this one
 -- column items: items that count toward deadlines: interactive items that were delivered, late, or rejected for lack of capacity
 -- column bad_items: items that were late, or rejected for lack of capacity (a rejected request counts as one)

@@ -12,8 +12,8 @@
 -- column batch_wait_ms: time in the worker until the item's batch started
 -- column inference_ms: duration of the item's batch
 -- column batch_size: items in the batch
--- column worker: worker that computed the item
--- column device: device that computed the item
+-- column worker: worker that processed the item
+-- column device: device that processed the item
 -- column attempt: number of the final delivery attempt
 WITH once AS (
   SELECT

@@ -19,7 +19,7 @@
 -- column total_p50_ms: median time from receiving the request to replying, excluding rejected requests
 -- column total_p95_ms: its 95th percentile
 -- column tokens: tokens of texts, charged or not
--- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
+-- column charged_tokens: tokens times the share that is charged; multiply by the token price to get the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: whole-device seconds; a batch's time is divided equally among its items

@@ -13,7 +13,7 @@
 -- column succeeded: delivered items
 -- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
--- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
+-- column charged_tokens: tokens times the share that is charged; multiply by the token price to get the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: whole-device seconds; a batch's time is divided equally among its items

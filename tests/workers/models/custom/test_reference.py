@@ -109,7 +109,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "The folder": {
-        "run.py or predict.py contains the class": (
+        "The class `Runner` or `Predictor`, or": (
             "test_rows.py::test_a_class_is_found_without_cog_yaml",
             "test_forms.py::test_output_is_that_of_the_class",
             "test_forms.py::test_what_cog_yaml_asks_for_in_vain_is_named",
@@ -298,7 +298,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "workers/test_tenant_shares.py::test_items_that_are_canceled_soon_make_no_tenant_quick",
             "workers/test_tenant_shares.py::test_a_long_item_is_remembered_for_an_hour",
         ),
-        "So with two or more processes": (
+        "With two or more processes, a": (
             "workers/test_tenant_shares.py::test_a_tenant_that_is_alone_has_all_slots",
             "workers/test_tenant_shares.py::test_one_process_is_for_everybody_in_turn",
         ),
