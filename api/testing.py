@@ -5,10 +5,10 @@
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             answer = await http.post("/v1/embeddings", json={...})
 
-Routes, checks, limits, deadlines, and errors are the same as in production. Checks that uvicorn
-makes before it calls the app (limits on request heads and slow bodies) are not included. Without
-`redis_url`, the API behaves as if Redis were unreachable: predictions and streams are rejected.
-Something must process the jobs, such as workers/testing.py.
+Routes, checks, limits, deadlines, and errors are the same as in production. Does not include
+uvicorn's own checks (limits on request heads and slow bodies). Without `redis_url`, the API behaves
+as if Redis were unreachable: predictions and streams are rejected. Something must process the jobs,
+such as workers/testing.py.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Pipeline(Parts):
         )
         if artifact is None:
             raise ConfigurationError(
-                f"no artifact of {MODEL} in {settings.artifacts_dir}", field="artifacts_dir"
+                f"no artifact for {MODEL} in {settings.artifacts_dir}", field="artifacts_dir"
             )
         variant = next(
             candidate

@@ -144,7 +144,7 @@ class LineAttempt:
 
 
 def skip_line(batch: BatchCreated, number: int, custom_id: str, end: End) -> LineAnswer:
-    """Returns the final answer to a line that was not run because its batch was stopped."""
+    """Returns the final response for a line that was not run because its batch was stopped."""
     LINES.labels("not_run").inc()
     return LineAnswer(encode_not_run(batch, number, custom_id, *NOT_RUN[end]), "not_run")
 

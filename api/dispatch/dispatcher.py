@@ -482,7 +482,7 @@ class Dispatcher:
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
-                row.attempt = None  # makes the worker's row count if neither has a result
+                row.attempt = None  # the worker's row wins if neither has a result
         self._rows.write(*rows)
 
 

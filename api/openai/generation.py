@@ -184,7 +184,7 @@ def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 class _Found(NamedTuple):
-    """Calls found in a text, and the position just past them."""
+    """Calls found in the text, and the position just past the last one."""
 
     calls: list[CalledTool]
     end: int

@@ -102,7 +102,7 @@ class ImagePredictionInput(ImageFields):
         if self.padding is not None and self.image is None:
             raise WrongField("padding", "requires image; send the image to extend")
         if self.mask_blur is not None and self.mask is None and self.padding is None:
-            raise WrongField("mask_blur", "requires mask or padding; omit it otherwise")
+            raise WrongField("mask_blur", "requires mask or padding; set one, or omit mask_blur")
         return self
 
     @field_validator("padding", mode="before")

@@ -167,7 +167,7 @@ class Predictor(BasePredictor):
     def setup(self) -> None:
         """Loads the weights as plain tensors, because a pickle could run code."""
         if not WEIGHTS.is_dir():
-            raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=labels")
+            raise FileNotFoundError(f"{WEIGHTS} is missing; run: make example NAME=labels")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         file = WEIGHTS / "efficientnet-lite0-57934424.pth"
         self.network = EfficientNetLite0().eval()

@@ -83,7 +83,7 @@ class Predictor(BasePredictor):
 
     def setup(self) -> None:
         if not WEIGHTS.is_dir():
-            raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=safety")
+            raise FileNotFoundError(f"{WEIGHTS} is missing; run: make example NAME=safety")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
         file = str(WEIGHTS / "open_nsfw.onnx")

@@ -39,7 +39,7 @@ class Predictor(BasePredictor):
 
     def setup(self) -> None:
         if not WEIGHTS.is_dir():
-            raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=transcribe")
+            raise FileNotFoundError(f"{WEIGHTS} is missing; run: make example NAME=transcribe")
         import ctranslate2
 
         self.on_gpu = ctranslate2.get_cuda_device_count() > 0

@@ -215,7 +215,7 @@ class Predictor(BasePredictor):
 
     def setup(self) -> None:
         if not WEIGHTS.is_dir():
-            raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=upscale")
+            raise FileNotFoundError(f"{WEIGHTS} is missing; run: make example NAME=upscale")
         layers = read_layers((WEIGHTS / "realesrgan-x4plus.param").read_text())
         data = (WEIGHTS / "realesrgan-x4plus.bin").read_bytes()
         self.network = Network(layers, data, "cuda" if torch.cuda.is_available() else "cpu")

@@ -52,7 +52,7 @@ def find_rabbitmq_server() -> Path:
     if executable is None or shutil.which("epmd") is None:
         raise ConfigurationError(
             "rabbitmq-server is not installed: install the rabbitmq-server package, or set "
-            "PENSTOCK_BROKER to a running one",
+            "PENSTOCK_BROKER to the URL of a running broker",
             field="broker",
         )
     return Path(executable)

@@ -98,4 +98,4 @@ def _check_scales(name: str, find: Callable[[str], StepSchema | None]) -> None:
     shape = {} if schema is None else schema.inputs["properties"]["scale"]
     for scale in SCALES:
         if reason := misfit({"type": "integer", "const": scale}, shape):
-            raise FlowError(("image", UPSCALE), f"scale: {reason}, which is required by {name}")
+            raise FlowError(("image", UPSCALE), f"scale: {reason} (required by {name})")

@@ -6,11 +6,10 @@ its object_key, which keeps entries small, but objects must outlive the longest 
 fails or delays a request, because lookups count as misses if Redis is unreachable or slow. The
 Redis level reads and writes many raw values at once.
 
-A result may be unpaid if it was computed for a request that was not delivered, so nobody was
-charged for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The
-first hit takes the mark and is charged like a miss. A mark doesn't apply to a result computed later
-than the one the mark was created for. Releases without marks charge for such a hit as they do for
-any other hit.
+A result is unpaid if nobody was charged for it, because the response was never delivered. An unpaid
+result is marked in Redis, under a separate key alongside the entry. The first hit takes the mark
+and is charged like a miss. A mark doesn't apply to a result computed later than the one the mark
+was created for. Releases without marks charge for such a hit as they do for any other hit.
 """
 
 from __future__ import annotations

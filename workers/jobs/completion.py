@@ -415,7 +415,7 @@ class Completion:
             self._rows.write(*rows, on_safe=on_safe)
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Caches results, and marks results that were not paid for as unpaid again."""
+        """Caches results, and marks a result as unpaid again if nobody paid for it."""
         ttl_s, results, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:

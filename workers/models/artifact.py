@@ -187,7 +187,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     flat = ids.size if types is None else types.size
     if vectors.ndim != 2 or len(vectors) != len(lengths) or not ids.size == flat == lengths.sum():
-        raise ConfigurationError(f"{path}: its arrays have inconsistent shapes", field="artifact")
+        raise ConfigurationError(f"{path}: arrays have inconsistent shapes", field="artifact")
     ends = np.cumsum(lengths)
     texts = [
         PreparedText(

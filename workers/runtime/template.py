@@ -115,7 +115,7 @@ def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, lis
 
 
 def can_fork() -> bool:
-    """Returns whether this system supports a template: Linux, and a sandbox that allows pidfds."""
+    """Returns whether this system supports a template, which requires Linux and pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):

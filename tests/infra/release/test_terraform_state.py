@@ -209,7 +209,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
                 for one in operator.changes()
                 if "delete" in one["change"]["actions"]
             }
-            # Nothing to be deleted is in the lost region or holds data.
+            # None of the resources to delete are in the lost region, and none of them hold data.
             assert [name for name, one in deleted.items() if LOST in places(one)] == []
             assert {before[name]["type"] for name in deleted} & KEPT == set()
 

@@ -108,7 +108,7 @@ def test_margin_prices_busy_idle_and_loading_time(empty: bigquery.Client) -> Non
     lines = {line["model"]: line for line in asked(empty, "margin")}
     mini = lines["mini"]
     assert mini["revenue_usd"] == 7.0
-    # All of w1, and a quarter of the half spot GPU that mini computed on.
+    # All of w1, plus a quarter of mini's half of a spot GPU.
     assert mini["cost_usd"] == pytest.approx(L4 + 0.5 * L4_SPOT * 0.25)
     assert mini["idle_usd"] == pytest.approx((L4 + 0.5 * L4_SPOT * 0.25) * 2600 / 3600)
     assert mini["margin_usd"] == pytest.approx(7.0 - mini["cost_usd"])

@@ -80,7 +80,7 @@ def test_both_costs_are_told() -> None:
 def test_it_is_told_what_replies_that_share_messages_cost() -> None:
     direct, shared, count = told(planned(entry(), 5000).notes)
     assert 1 < count <= entry().batch.max_items
-    # A vector exceeds the minimum billed size, so sharing saves only the attributes.
+    # A vector exceeds the minimum billed size, so sharing saves only the cost of the attributes.
     assert 0.9 * direct < shared < direct
 
 

@@ -24,7 +24,7 @@ LINGER_S = 0.1
 """How long messages wait so that they can share a request. One request per message would put more
 load on BigQuery.
 """
-# Uses the same backoff as push, to which the service's documentation compares it.
+# Uses the same backoff as push. The service's documentation compares the two.
 SHORTEST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 60.0
 

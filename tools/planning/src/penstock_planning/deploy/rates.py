@@ -341,8 +341,8 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
                 )
             if model.name not in models:
                 raise ConfigurationError(
-                    f"{place}: models.{model.name} is required: the time per item (with "
-                    "mean_per_s: 0 if only flows use it)",
+                    f"{place}: models.{model.name} is required: set its time per item, "
+                    "and mean_per_s to 0 if only flows use it",
                     field=name,
                 )
             items = rate.items.get(step.id, 1.0)
