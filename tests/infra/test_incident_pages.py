@@ -191,7 +191,7 @@ def test_page_has_what_somebody_needs_at_night(page: str) -> None:
 
 def test_pubsub_quota(stack: Stack, tmp_path: Path) -> None:
     def frozen() -> None:
-        becomes(401, lambda: status(stack, "acme"))
+        becomes(403, lambda: status(stack, "acme"))
         assert status(stack, "default") == 200
 
     reader = Reader(stack, tmp_path, {"KEY": key_for("default"), "TENANT": "acme"})
@@ -208,7 +208,7 @@ def test_compromised_key(stack: Stack, tmp_path: Path) -> None:
     reader = Reader(stack, tmp_path, settings)
 
     def frozen() -> None:
-        becomes(401, lambda: status(stack, "acme"))
+        becomes(403, lambda: status(stack, "acme"))
 
     reader.follows("compromised-key", {"penstock keys revoke": frozen})
     # After unfreezing, the tenant's other key works again, but this one doesn't.
