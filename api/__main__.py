@@ -27,7 +27,7 @@ def main() -> int:
     """Serves until a signal arrives. Returns 0, or 1 if the process could not start."""
     exempt_loopback_from_proxies()
     # uvicorn re-raises the signal after draining. Without these handlers, a clean shutdown would
-    # look as if the process had been killed.
+    # look like a killed process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

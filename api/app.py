@@ -1,7 +1,7 @@
 """The API as an ASGI app: `create_app` adds routes and middleware.
 
-It also adds the shared schemas to the OpenAPI document, along with the responses that the server
-sends without involving a route.
+It also adds two things to the OpenAPI document: the shared schemas, and the responses that the
+server sends without involving a route.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _app(
         BodyBudget(
             settings.request_max_bytes,
             settings.bodies_max_bytes,
-            # Half of the connections, because small tenants are admitted up to twice this bound.
+            # Half of the connections, because small tenants are admitted up to twice this limit.
             FairRoom(max(1, settings.max_connections // 2)),
         ),
         origins=[origin.strip() for origin in settings.cors_origins.split(",") if origin.strip()],
@@ -118,7 +118,7 @@ def _app(
         docs_url=None,
         redoc_url=None,
         # A path with an extra slash is treated as unknown. A redirect would use the scheme and host
-        # as this API sees them, and clients would send their keys there.
+        # as this API sees them, and clients would then send their keys there.
         redirect_slashes=False,
     )
 

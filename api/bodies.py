@@ -4,9 +4,9 @@ Requests are pydantic models, which validate and document them. Responses are ms
 encode to JSON without intermediate Python objects. The fields follow OpenAI's API
 (https://platform.openai.com/docs/api-reference). Extensions are marked.
 
-The number and depth of values are checked before JSON from callers is parsed. Parsing blocks the
-event loop, and pydantic reports every single error: 15 MB of invalid numbers took 5 s, and 18 MB of
-unknown fields took 1.7 s.
+JSON from callers is checked for the number and depth of values before it is parsed. Parsing blocks
+the event loop, and pydantic reports every single error: 15 MB of invalid numbers took 5 s, and 18
+MB of unknown fields took 1.7 s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EndUser = Annotated[str, Field(max_length=128)]
 CacheKey = Annotated[str, Field(max_length=64)]
 """OpenAI's limit for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
-"""An option whose value is one of a few words. Unknown words are accepted."""
+"""An option whose value is one of a few keywords. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
 """The ID of a response, a response part, or a call. OpenAI's IDs are shorter."""
 Options = Annotated[dict[str, Any], AfterValidator(check_short)]
@@ -47,7 +47,7 @@ Options = Annotated[dict[str, Any], AfterValidator(check_short)]
 Off = Annotated[
     bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(check_off)
 ]
-"""A switch that can only be set to off. A Literal would accept 0."""
+"""A switch that can only be set to off. A Literal would also accept 0."""
 On = Annotated[
     bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(check_on)
 ]
@@ -71,18 +71,18 @@ Upscale = Annotated[
 text.
 """
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
-"""Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
+"""Number of final CLIP layers to skip when reading the prompt. A model may have fewer layers."""
 GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
-"""How much of the contrast that guidance adds should be removed."""
+"""Fraction of the contrast added by guidance that should be removed."""
 
 MAX_VALUES = 300_000
 """Maximum number of numbers and strings in one body. OpenAI's API accepts that many token IDs."""
 MAX_STRINGS = 20_000
 """Maximum number of strings and field names in one body, because each may be an unknown field."""
 SURELY_FEW = 1000
-"""Bodies with no more than this many commas need no further check."""
+"""Bodies with at most this many commas need no further check."""
 MAX_NESTED = 100
-"""Maximum nesting depth. Pydantic has a limit of 200."""
+"""Maximum nesting depth. Pydantic's limit is 200."""
 # Possessive quantifiers and an optional end make the expression read each byte only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 

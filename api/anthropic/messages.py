@@ -110,7 +110,7 @@ class AnthropicRoute(ErrorRoute):
 
 
 def error_reply(error: PenstockError, request_id: str | None = None) -> AnthropicErrorReply:
-    """Returns the body for `error`, which also serves as the event that ends a stream."""
+    """Returns the response body for `error`, which is also the event that ends a stream."""
     status = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"]).status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     message = as_asked(error).public_message

@@ -32,7 +32,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 class CacheControl(Body):
     """Marks the end of a cacheable prefix.
 
-    It has no effect, because every prefix is cacheable.
+    Has no effect, because every prefix is cacheable.
     """
 
     type: Literal["ephemeral"]
@@ -177,7 +177,7 @@ class MessageTool(_Block):
 class MessageToolChoice(Body):
     """Whether the model may, must, or must not call a tool.
 
-    `any`: the model must call one of the tools.
+    `any`: the model must call at least one of the tools.
     """
 
     type: Literal["auto", "any", "tool", "none"]

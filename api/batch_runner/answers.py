@@ -22,7 +22,7 @@ from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Total size of new answers, in bytes, at which they are logged before the second is up."""
+"""Total size, in bytes, at which new answers are logged before the second is up."""
 KEPT_BYTES = 16 * 1024 * 1024
 """Maximum size, in bytes, of logged answers kept in memory. Other answers are reread when needed.
 """
@@ -89,7 +89,7 @@ class AnswerLog:
 
     @property
     def is_due(self) -> bool:
-        """True if enough answers are waiting that they should be logged without further delay."""
+        """True if so many answers are waiting that they should be logged without further delay."""
         return self._new_bytes >= FLUSH_BYTES
 
     def add(self, number: int, answer: LineAnswer) -> None:
@@ -112,7 +112,7 @@ class AnswerLog:
             new = {number: self._kept[number] for number in numbers}
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
-            # Some may have been dropped since then because their segment was written.
+            # Some may have been dropped in the meantime because their segment was written.
             remaining = [number for number in numbers if number in self._new]
             self._new.difference_update(remaining)
             self._new_bytes -= sum(len(new[number].data) for number in remaining)
@@ -123,7 +123,7 @@ class AnswerLog:
     def _drop_logged(self) -> None:
         """Keeps up to KEPT_BYTES of logged answers in memory.
 
-        The last lines are the last to be needed.
+        The last lines are needed last.
         """
         if self._kept_bytes <= KEPT_BYTES:
             return
@@ -136,8 +136,8 @@ class AnswerLog:
         """Returns the answers to lines, all of which must be finished.
 
         Raises:
-            Unavailable: the object store is unreachable, or another runner has deleted a log
-                because it wrote the segment.
+            Unavailable: the object store is unreachable, or another runner has written the segment
+                and deleted a log.
         """
         answers = {number: self._kept[number] for number in numbers if number in self._kept}
         for key in sorted({self._logged[number] for number in numbers if number not in answers}):

@@ -55,7 +55,8 @@ class LineAttempt:
     outcomes: Sequence[ItemOutcome] | None = None
     """The items' outcomes. None if not known yet."""
     answered: Sequence[ItemOutcome] = ()
-    """The outcomes used in the answer. For a flow, a single outcome with the run's output."""
+    """The outcomes used in the answer. For a flow, this is a single outcome with the run's output.
+    """
 
     @property
     def endpoint(self) -> Endpoint:
@@ -69,7 +70,7 @@ class LineAttempt:
 
     @property
     def request_id(self) -> str:
-        """An ID that is the same each time the line is run, as are its job and rows."""
+        """An ID that, like the line's job and rows, is the same each time the line is run."""
         suffix = f"-{self.number}" if self.number else ""
         name = f"{self.batch.id}-{self.line.number}{suffix}"
         if not self.line.request.is_run:
@@ -79,7 +80,7 @@ class LineAttempt:
 
     @property
     def operation(self) -> str:
-        """The name that budgets use to count the line only once."""
+        """The name that budgets use so that the line is counted only once."""
         name = f"{group_of(self.batch, self.segment)}/{self.line.number}"
         # Items that a run delivered are counted even if the run fails.
         return f"{name}-{self.number}" if self.line.request.is_run else name

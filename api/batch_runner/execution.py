@@ -48,10 +48,10 @@ class LineExecutor:
     """Runs lines through the dispatcher, at `batch` priority.
 
     Temporary failures (a full instance, an unreachable broker, a missed deadline, a worker that
-    gave up) are retried until the batch expires. If the rest of a budget is reserved, the line is
-    retried when a request finishes. If the budget is spent, or if nothing makes progress while
-    other batches wait, the line waits for its batch's next turn. An error in the line itself is
-    final.
+    gave up) are retried until the batch expires. If requests in progress have reserved the rest of
+    a budget, the line is retried when one finishes. If the budget is spent, or if nothing makes
+    progress while other batches wait, the line waits for its batch's next turn. An error in the
+    line itself is final.
 
     A flow line is a run: a prediction with a record. The run's ID is derived from the line, so a
     runner that takes over finds the run and waits for it to finish. Canceling the batch cancels the
@@ -81,7 +81,7 @@ class LineExecutor:
         Args:
             progress: the batch's progress in this turn.
             segment: index of the segment that the line belongs to.
-            is_run_again: True if a line left unfinished by a canceled call will be run later.
+            is_run_again: True if a line left unfinished by a canceled call will be run again later.
 
         Returns:
             None if the line must wait for a later turn.
@@ -169,12 +169,12 @@ class LineExecutor:
     async def _compute(
         self, attempt: LineAttempt, request: InferenceRequest, limited: LimitedRequest
     ) -> bytes:
-        """Returns the answer's body. Sets the attempt's outcomes, even if it fails."""
+        """Returns the answer's body. Sets the attempt's outcomes even if the request fails."""
         if request.record is None:
             return await self._reply(attempt, await self._dispatch(request, limited), limited)
         try:
             run = await self._run_flow(request, limited)
-        except PredictionIdTaken as error:  # no other request uses the line's ID
+        except PredictionIdTaken as error:  # the line's ID is not used by any other request
             deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
             limited.settle(request.price, deleted)
             raise _RunCanceled("the line's run was deleted") from error
@@ -261,7 +261,8 @@ class LineExecutor:
             try:
                 await creation.wait(until_s - time.time())
                 if creation.snapshot.record.awaits_receipts:
-                    # The process that canceled the run is about to record its cost, or has died.
+                    # The process that canceled the run is about to record the run's cost, or has
+                    # died.
                     creation.snapshot = await self.predictions.end(creation.snapshot)
             except asyncio.CancelledError:
                 if not request.is_run_again():

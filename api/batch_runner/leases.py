@@ -1,7 +1,7 @@
 """Batch leases in Redis, which keep runners from running the same lines.
 
-A lease only avoids wasted work. Documents and segments are written only once, so it does no harm if
-two runners run the same batch (api/batches/documents.py).
+A lease only avoids wasted work. Documents and segments are written only once, so two runners can
+safely run the same batch (api/batches/documents.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 LEASE_S = 15.0
-"""How long, in seconds, a dead runner's batches wait to be taken over."""
+"""Time, in seconds, before another runner takes over a dead runner's batches."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",
@@ -51,9 +51,9 @@ class BatchLeases(RedisStore):
         )
 
     async def keep(self, batch_id: str) -> None:
-        """Renews a lease until another runner takes it.
+        """Keeps renewing a lease until another runner takes it.
 
-        While Redis is unreachable, the lease is considered ours.
+        While Redis is unreachable, this runner is assumed to still hold the lease.
         """
         while True:
             await asyncio.sleep(self._lease_s / 3)

@@ -36,7 +36,7 @@ class Line(NamedTuple):
     offset: int
     """Offset of the line in the file, in bytes."""
     data: bytes | None
-    """The line without its line ending. None if it is too long."""
+    """The line without its line ending. None if the line is too long."""
 
 
 class LineSplitter:
@@ -47,7 +47,7 @@ class LineSplitter:
 
     Args:
         longest_bytes: maximum line length; data in longer lines is dropped.
-        offset: number of bytes before the first line in the file.
+        offset: number of bytes in the file before the first line.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LineSplitter:
         self._start = offset
         self._held = bytearray()
         self._dropped = 0
-        """Bytes dropped from the current line because it is too long."""
+        """Number of bytes dropped from the current line because it is too long."""
 
     def feed(self, data: bytes) -> list[Line]:
         """Takes the next piece. Returns the lines that this piece completes."""

@@ -23,10 +23,10 @@ class Outputs:
     async def compose(
         self, batch: BatchCreated, model: str, segments: Sequence[StoredObject]
     ) -> tuple[str, str]:
-        """Writes the files in line order. Running it again writes identical files.
+        """Writes the files in line order. Running this again writes identical files.
 
         Returns:
-            IDs of the output file and the error file. A file without lines has an empty ID.
+            IDs of the output file and the error file. The ID of a file without lines is empty.
 
         Raises:
             Unavailable: the object store is unreachable.

@@ -45,7 +45,7 @@ MAX_ERRORS = 100
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024
-"""A segment is read and written as a whole, so these limits bound the memory needed per batch."""
+"""A segment is read and written as a whole, so these limits bound the memory that a batch needs."""
 _LINES_AT_A_TIME = 100
 log = logging.getLogger(__name__)
 
@@ -155,9 +155,9 @@ class BatchRun:
     """A batch run by this runner.
 
     Args:
-        stop: signals that no more lines should run.
+        stop: set when no more lines should be run.
         share: limits the items in flight.
-        attempts: its lines' failed attempts in earlier turns (see `TurnProgress`).
+        attempts: failed attempts of the batch's lines in earlier turns (see `TurnProgress`).
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class BatchRun:
         return await store.read(self._owner, batch.id, "plan", BatchPlan) or plan
 
     async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> Paused | None:
-        """Runs the remaining lines. Returns None once all are finished."""
+        """Runs the remaining lines. Returns None once all lines are finished."""
         source = BatchLines(self._batch, plan, file, self._tools.files)
         running = SegmentRun(self._tools, source, self._stop, self._share, self._turns)
         return await running.run(self._progress)
@@ -230,7 +230,8 @@ class BatchRun:
         batch = self._batch
         written = await self._tools.store.segments(self._owner, batch.id)
         if len(written) < len(plan.segments):
-            # Another runner has finished the batch. Don't overwrite its files with incomplete ones.
+            # Another runner has finished the batch. Don't overwrite that runner's files with
+            # incomplete ones.
             raise Unavailable("some of the batch's segments no longer exist")
         _, counts = await self._tools.store.count_written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)

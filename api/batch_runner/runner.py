@@ -65,7 +65,7 @@ MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
 """How long to leave a batch alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
-"""How long to keep a marker without a batch, left behind by an interrupted creation."""
+"""How long to keep a marker that has no batch because its creation was interrupted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
@@ -105,10 +105,10 @@ class _Patience:
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """True if the batch yielded. A cancellation can then end the batch immediately."""
+    """True if the batch yielded. The batch can then be ended immediately if it is canceled."""
 
     def wait(self, *, is_aside: bool) -> None:
-        """Waits at least FIRST_PAUSE_S, and longer each time."""
+        """Sets the next retry to at least FIRST_PAUSE_S from now, longer each time."""
         self.until_s = time.monotonic() + max(FIRST_PAUSE_S, next(self.pauses))
         self.is_aside = is_aside
 
@@ -134,7 +134,10 @@ class BatchRunner:
         self._wake_event = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until canceled. Then it releases its batches so that other runners can take over."""
+        """Runs until canceled.
+
+        When canceled, releases its batches so that other runners can take over.
+        """
         try:
             while True:
                 try:
@@ -183,7 +186,7 @@ class BatchRunner:
             if held is not None and held.id != batch.id:
                 others.setdefault(batch.owner, []).append(batch.id)
         for owner, held in self._held.items():
-            # IDs count down, so the oldest batch has the largest ID.
+            # IDs count down, so the ID of the oldest batch is the largest.
             held.is_next_due = is_contended or any(
                 batch_id > held.id for batch_id in others.get(owner, ())
             )
@@ -220,7 +223,7 @@ class BatchRunner:
             facts = {"batch": batch.id, "reason": error.message}
             log.warning("batch interrupted", extra=facts)
             patience.wait(is_aside=False)
-        except Exception as error:  # a bug must not stop the runner for other batches
+        except Exception as error:  # a bug must not stop the runner from running other batches
             log.error("batch failed unexpectedly", extra={"batch": batch.id}, exc_info=error)
             patience.wait(is_aside=False)
 

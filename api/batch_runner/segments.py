@@ -119,7 +119,7 @@ class Paused(Enum):
     STUCK = auto()
     """The remaining lines can't be run now."""
     MOVED = auto()
-    """The same as STUCK, but some lines finished in this turn."""
+    """Like STUCK, but some lines finished in this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class SegmentRun:
     """One turn of a batch.
 
     Args:
-        stop: signals that no more lines should run.
+        stop: set when no more lines should be run.
         share: limits the items in flight.
     """
 
@@ -188,7 +188,7 @@ class SegmentRun:
         self._moved = asyncio.Event()
 
     async def run(self, progress: TurnProgress) -> Paused | None:
-        """Runs the remaining lines. Returns None once all are finished.
+        """Runs the remaining lines. Returns None once all lines are finished.
 
         Raises:
             Unavailable: the object store is unreachable. Logged answers are not lost.
@@ -310,7 +310,7 @@ class SegmentRun:
             self._has_waiting = True
 
     def _end_line(self, index: int, number: int, answers: AnswerLog, answer: LineAnswer) -> None:
-        segment = self._open.get(index)  # another runner may have written it by now
+        segment = self._open.get(index)  # another runner may have written it in the meantime
         if segment is not None and number in segment.unanswered:
             segment.unanswered.discard(number)
             answers.add(number, answer)
@@ -319,8 +319,8 @@ class SegmentRun:
     async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
         """Writes complete segments.
 
-        If running it failed, returns the error instead of raising it, because lines in flight
-        continue.
+        If the line failed to run, returns the error instead of raising it, because other lines are
+        still in flight.
         """
         try:
             await self._write_complete(answers)
@@ -345,7 +345,7 @@ class SegmentRun:
                     group = group_of(self._batch, self._next)
                     await self._tools.executor.limiter.end_operations(group)
                     written += 1
-                else:  # another runner was faster, so its answers are used
+                else:  # another runner wrote it first, so that runner's answers are used
                     written, counts = await store.count_written(*names)
             await self._skip_written(answers, written)
 
@@ -357,7 +357,7 @@ class SegmentRun:
                 await answers.forget(segment.numbers)
 
     async def _end_rest(self, answers: AnswerLog, attempts: Mapping[int, int]) -> None:
-        """Ends unfinished lines when the batch stops, and writes all segments."""
+        """Finishes the remaining lines when the batch stops, and writes all segments."""
         while self._next < len(self._source.plan.segments):
             index, started = self._next, set[int]()
             lines = await self._source.read(index)
@@ -403,7 +403,7 @@ class SegmentRun:
 
 
 async def _gather_or_cancel(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
-    """Waits for all tasks. If one fails, cancels the others before returning."""
+    """Waits for all tasks. If one of the tasks fails, cancels the others before returning."""
     tasks = [asyncio.ensure_future(end) for end in ends]
     try:
         return await asyncio.gather(*tasks)

@@ -1,7 +1,7 @@
 """Current limits of a batch's tenant and key, from the key directory.
 
-A batch may run for up to a day. If its budget is raised during that time, its lines continue. If
-the budget is lowered, the lines wait. Price, weight, and models are fixed when the batch is
+A batch may run for up to a day. If a budget is raised in the meantime, the batch's lines continue.
+If the budget is lowered, the lines wait. Price, weight, and models are fixed when the batch is
 created.
 """
 
@@ -21,7 +21,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""Interval between reads. API instances take just as long to see a change."""
+"""Interval between reads. API instances take equally long to notice a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class CurrentTerms:
             self._limits = {key.id: key.limits for key in document.keys}
 
     def _note_failure(self, reason: str) -> None:
-        """Logs a reason only once, because the store is read repeatedly."""
+        """Logs each reason only once, because the store is read repeatedly."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
             log.warning("could not read batch limits; using the last known limits", extra=facts)

@@ -1,4 +1,4 @@
-"""A batch's progress in one turn, which determines whether to wait for more."""
+"""A batch's progress in one turn, used to decide whether to keep waiting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ STALLED_S = 30.0
 
 
 class TurnProgress:
-    """A batch's progress in one turn. Decides whether waiting for more is worthwhile.
+    """A batch's progress in one turn. Decides whether it is worth waiting for more lines.
 
     Args:
         should_yield: returns whether another batch could run in place of this one.
         attempts: number of failed attempts in lines' records, keyed by line number. These counts
-            outlive the turn, because the next turn would run into the same failures again.
+            outlive the turn, because the next turn would otherwise run into the same failures
+            again.
     """
 
     def __init__(self, should_yield: Callable[[], bool], attempts: dict[int, int]) -> None:
@@ -41,7 +42,7 @@ class TurnProgress:
         Args:
             has_ended: True if the line's items had outcomes, which are now in its records and rows.
         """
-        # The job's record has this outcome, so the same ID would just return it again.
+        # The job's record has this outcome, so the same ID would just return the outcome again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
@@ -52,7 +53,7 @@ class TurnProgress:
     def is_worth_waiting(self, error: PenstockError) -> bool:
         """Returns whether to retry a line that failed with `error` in this turn.
 
-        A spent budget holds up only this line, because others may be cheaper.
+        A spent budget holds up only this line, because other lines may cost less.
         """
         if isinstance(error, RateLimited) and error.is_final:
             return False

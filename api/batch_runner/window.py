@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ItemWindow:
-    """Capacity for items in flight. Each open share gets an equal part of it.
+    """Capacity for items in flight. Each open share gets an equal part of the capacity.
 
     Args:
         items: total capacity of all shares.
@@ -20,7 +20,7 @@ class ItemWindow:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """Opens a share. The other shares are smaller until the block exits."""
+        """Opens a share. The other shares shrink until the block exits."""
         share = Share(self)
         self._shares.add(share)
         try:

@@ -55,8 +55,8 @@ class Admissions:
 
         Args:
             max_open: the maximum number of open batches.
-            mark: writes the batch's marker. Called before the batch is admitted, or not at all if
-                there was no room to begin with.
+            mark: writes the batch's marker. Called before the batch is admitted, unless there was
+                no room to begin with.
 
         Returns:
             True if the batch was admitted. If not, the batch may still have a marker.
@@ -79,8 +79,8 @@ class Admissions:
         is_marked = False
         for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
             last, open_ids = await self._state(owner)
-            # The store reported a conflict although the object was written, or another instance
-            # counted the batch when it read the markers.
+            # Either the store reported a conflict although the object was written, or another
+            # instance counted the batch when it read the markers.
             if batch_id in open_ids:
                 return True
             if len(open_ids) >= max_open:
@@ -97,7 +97,7 @@ class Admissions:
         raise AssertionError("backoff ended; this is a bug")
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """Returns the last admission's number, and its batches that are still open."""
+        """Returns the number of the last admission, and the batches in it that are still open."""
         listed = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
         if not listed:  # batches from an earlier release, if any
@@ -111,5 +111,5 @@ class Admissions:
 
 
 def _key(owner: str, number: int) -> str:
-    """Returns an admission's key. Numbers count down, so that the last one is listed first."""
+    """Returns an admission's key. Numbers count down so that the last one is listed first."""
     return f"{ADMISSIONS}/{owner}/{_LAST - number:012d}"

@@ -9,14 +9,14 @@
 Each step is one document, and the first writer wins. As a result, a late runner can't undo another
 runner's work.
 
-A segment has a line with the counts so far, followed by the responses and the errors. A segment is
-one object, so it is stored completely or not at all. Its counts include all earlier segments, so
-the last segment shows the batch's progress.
+A segment consists of a line with the counts so far, followed by the responses and the errors. A
+segment is one object, so it is stored completely or not at all. Its counts include all earlier
+segments, so the last segment shows the batch's progress.
 
-Lines of several segments run at the same time, but segments are written in order. Until then, their
-responses are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
-runner that sets a segment aside stores its responses as a half segment. It ignores logs, so it runs
-those lines again.
+Lines of several segments run at the same time, but segments are written in order. Until then, the
+responses are in logs (api/batch_runner/answers.py), which the next runner reads. When a release
+0.1.0 runner sets a segment aside, it stores the responses as a half segment. Such a runner ignores
+logs, so it runs those lines again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LineBlock(msgspec.Struct, array_like=True):
     """Offset of the first line in the file, in bytes."""
     size_bytes: int
     first_line: int
-    """Number of the block's first line in the file."""
+    """Line number of the block's first line within the file."""
 
 
 class BatchPlan(msgspec.Struct, kw_only=True):
@@ -138,8 +138,8 @@ class Counts(msgspec.Struct, omit_defaults=True):
     tokens: int = 0
     """Tokens read and generated."""
     output_tokens: int = 0
-    """Tokens generated, which are part of `tokens`. Like the fields below, 0 for lines finished by
-    a release 0.1.0 runner.
+    """Tokens generated, which are also included in `tokens`. Like the fields below, 0 for lines
+    finished by a release 0.1.0 runner.
     """
     cached_tokens: int = 0
     audio_seconds: int = 0
@@ -224,7 +224,7 @@ class LineAnswer(NamedTuple):
 
 
 class SegmentHeader(msgspec.Struct):
-    """The first line of a segment. `counts` covers all lines up to its end."""
+    """The first line of a segment. `counts` covers all lines up to the end of the segment."""
 
     counts: Counts
     output_bytes: int

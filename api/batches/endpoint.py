@@ -1,4 +1,4 @@
-"""The part of an endpoint, independent of HTTP, that batch lines share with the route."""
+"""The part of an endpoint that is independent of HTTP and that batch lines share with the route."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LineCaller:
     def file_owner(self, field: str) -> ImageCaller:
         """Returns the owner of the files in the line's `field`. The files are not kept.
 
-        Neither lines nor work on their files count toward per-minute limits.
+        Lines and the work on their files do not count toward per-minute limits.
         """
         return ImageCaller(
             self.tenant,
@@ -89,7 +89,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Validates a line's body the way this endpoint's route does.
+        """Validates a line's body in the same way as this endpoint's route.
 
         Args:
             data: the body as JSON.
@@ -111,7 +111,7 @@ class Endpoint(ABC):
         return request.inputs
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Opens a context in which an item's errors are worded the way the route words them."""
+        """Opens a context in which an item's errors use the same wording as in the route."""
         return nullcontext()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
@@ -127,7 +127,7 @@ class Endpoint(ABC):
         """Returns the usage reported in a line's response.
 
         Args:
-            outcomes: the items' outcomes. For a flow, the outcomes from all steps.
+            outcomes: the items' outcomes. For a flow, the usage covers the outcomes of all steps.
             answered: the outcomes passed to `reply`.
         """
         receipts = [outcome.receipt for outcome in outcomes]

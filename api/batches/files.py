@@ -1,7 +1,7 @@
 """Files in OpenAI's API: uploads, and batch outputs and errors.
 
-An upload contains batch requests, or is an input of any kind (`user_data`, or `ocr` from Mistral
-clients) that other requests refer to.
+An upload contains batch requests, or any other input that requests refer to (`user_data`, or `ocr`
+from Mistral clients).
 
 The object store holds the data and one document per file. A file does not exist until its document
 does, so an interrupted upload does not leave a file behind.
@@ -33,8 +33,8 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files to remember as excluded from listings, so that they are not reread. They take 15
-MB.
+"""Maximum number of files to remember as excluded from listings, so that they are not read again.
+They take 15 MB.
 """
 JSONL = "application/jsonl"
 _DOCUMENT_MAX_BYTES = 16 * 1024
@@ -99,7 +99,7 @@ class BatchFiles:
         self._objects = objects
         self._storage = storage
         self._left_out: dict[StoredObject, _Facts] = {}
-        """Facts about excluded files, keyed by document; the document changes whenever a file is
+        """Facts about excluded files, keyed by document. The document changes whenever a file is
         rewritten.
         """
 
@@ -155,7 +155,8 @@ class BatchFiles:
         """Returns a page of a tenant's files by creation time, newest first.
 
         Args:
-            after: ID of the last file on the previous page. If empty, starts at the beginning.
+            after: ID of the last file on the previous page. If empty, the listing starts at the
+                beginning.
             limit: maximum number of files, up to PAGE.
             is_ascending: True to list the oldest files first.
             purpose: list only files with this purpose. Empty means all files.
@@ -193,7 +194,7 @@ class BatchFiles:
     ) -> list[BatchFile]:
         """Returns the files among `documents` that belong in a listing.
 
-        All other files are read only once.
+        Files that don't belong are read only once.
         """
         known = {file_id: self._left_out.get(document) for file_id, document in documents.items()}
         ids = [file_id for file_id, facts in known.items() if facts is None or is_listed(facts)]
@@ -240,8 +241,8 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            BadInput: the file belongs to a batch or is larger than `max_bytes`, or its data no
-                longer exists.
+            BadInput: the file belongs to a batch, the file is larger than `max_bytes`, or its data
+                no longer exists.
         """
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
@@ -296,10 +297,10 @@ class Upload:
         return self._writer.size_bytes
 
     async def write(self, data: bytes, *, is_batch: bool = False) -> None:
-        """Adds a piece. Set `is_batch` if the file is already known to be for a batch.
+        """Adds a piece. Set `is_batch` if the file is already known to contain batch requests.
 
         Raises:
-            BadInput: the file is too large, or does not start like JSONL.
+            BadInput: the file is too large, or its beginning does not look like JSONL.
             StorageFull: the tenant's storage quota is used up.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
@@ -326,7 +327,8 @@ class Upload:
         """Checks the content after the whole file has been written.
 
         Raises:
-            BadInput: the file is empty, or is for a batch and does not start like JSONL.
+            BadInput: the file is empty, or it is for a batch but its beginning does not look like
+                JSONL.
         """
         if self.purpose == "batch":
             self._check_head()

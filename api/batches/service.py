@@ -22,7 +22,7 @@ FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
 """Minimum time, in seconds, to keep the input after the batch's completion window."""
 PAGE = 100
-"""Maximum number of batches per page, and number of batches read at once to find a match."""
+"""Maximum number of batches per page, and the number read at a time to find matches."""
 MAX_CHECKED = 1000
 """Maximum number of batches checked for a page."""
 
@@ -58,7 +58,7 @@ class BatchFilter:
     """
 
     def matches(self, state: BatchState) -> bool:
-        """Returns whether the list includes this batch."""
+        """Returns whether this batch belongs in the list."""
         return (
             self.model in ("", state.model)
             and self.status in (None, state.status)
@@ -70,12 +70,13 @@ class BatchFilter:
 
 @dataclass(frozen=True, slots=True)
 class BatchPage:
-    """One page of a listing, and whether there is another one."""
+    """One page of a listing, and whether another page follows."""
 
     batches: Sequence[BatchState]
     has_more: bool
     last_id: str | None
-    """`after` for the next page: the last batch that was listed or checked. None if there was none.
+    """`after` for the next page: the ID of the last batch that was listed or checked. None if no
+    batch was listed or checked.
     """
 
 
@@ -152,13 +153,13 @@ class Batches:
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, newest first.
 
-        If few batches match, the page stops after MAX_CHECKED batches have been checked, so it may
-        be short even if there is a next page. OpenAI's clients stop at an empty page, so only the
+        If few batches match, the page ends after MAX_CHECKED batches have been checked, so it may
+        be short even if another page follows. OpenAI's clients stop at an empty page, so only the
         last page can be empty.
 
         Args:
-            after: the previous page's `last_id`, or a batch on that page. If empty, starts at the
-                beginning.
+            after: the previous page's `last_id`, or a batch on that page. If empty, the listing
+                starts at the beginning.
             limit: maximum number of batches, up to PAGE.
 
         Raises:
@@ -205,10 +206,10 @@ class Batches:
         return state
 
     async def check_unused(self, file: BatchFile) -> None:
-        """Checks that no open batch reads a file.
+        """Checks that no open batch is reading a file.
 
         Raises:
-            BadInput: an open batch reads the file.
+            BadInput: an open batch is reading the file.
             Unavailable: the object store is unreachable.
         """
         owner = owner_of(file.tenant)
@@ -224,7 +225,7 @@ class Batches:
 
 def _too_many_checked(next_at_s: float) -> BadInput:
     moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
-    # In a URL, the + in +00:00 means a space.
+    # In a URL, the + in +00:00 stands for a space.
     following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     reason = f"none of the {MAX_CHECKED} newest batches in this range match"
     return BadInput(

@@ -53,7 +53,7 @@ class StoredLog(NamedTuple):
 
 
 class OpenBatch(NamedTuple):
-    """An open batch, or one whose markers still exist."""
+    """An open batch, or a batch whose markers still exist."""
 
     owner: str
     id: str
@@ -90,12 +90,12 @@ class BatchStore:
         return True
 
     async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
-        """Writes a document unless it exists. Returns whether it was written."""
+        """Writes a document unless it already exists. Returns whether it was written."""
         key = _document_key(owner, batch_id, name)
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. Returns None if it does not exist."""
+        """Reads a document. Returns None if the document does not exist."""
         key = _document_key(owner, batch_id, name)
         try:
             data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
@@ -136,7 +136,7 @@ class BatchStore:
         return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
 
     async def cancel(self, owner: str, batch_id: str) -> None:
-        """Marks a batch as canceled. Only the first mark counts."""
+        """Marks a batch as canceled. Only the first call has an effect."""
         data = msgspec.json.encode({"at_s": time.time()})
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
@@ -160,7 +160,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes a finished batch's segments and markers, markers last."""
+        """Removes a finished batch's segments and markers, deleting the markers last."""
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
         for folder in (_BEGUN, _ANSWERS):
@@ -176,12 +176,12 @@ class BatchStore:
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
     async def count_written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
-        """Returns the number of written segments, and the counts at the end of the last one."""
+        """Returns the number of segments written, and the counts at the end of the last one."""
         written = await self.segments(owner, batch_id)
         return len(written), (await self.header(written[-1])).counts if written else Counts()
 
     async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
-        """Writes a segment unless it exists. Returns whether it was written."""
+        """Writes a segment unless it already exists. Returns whether it was written."""
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
 
@@ -211,7 +211,7 @@ class BatchStore:
             holder: runner ID, which is needed because two runners may use the same number.
             counts: counts for all finished lines.
         """
-        # Newest first, because readers of the counts need only the newest log.
+        # Newest first, because code that reads the counts needs only the newest log.
         key = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}/{MAX_LOGS - number:08d}-{holder}"
         await self._objects.put(key, encode_answers(counts, answers), "application/octet-stream")
         return key

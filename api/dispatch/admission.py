@@ -1,9 +1,9 @@
 """Admission control: limits the number of waiting items and rejects requests that would be late.
 
-The dispatcher checks admission before it publishes. Tenants share each bound by weight
-(api/fair_room.py). The expected wait depends on how many items workers will run before the request,
-in fair order, and on the service rate (shared/models/service_rate.py). Estimates can be wrong, so a
-request is always admitted when nothing is in flight, which lets the rate be measured again.
+The dispatcher checks admission before it publishes. Tenants share each limit by weight
+(api/fair_room.py). The expected wait depends on the service rate (shared/models/service_rate.py)
+and on how many items workers will run before the request, in fair order. Estimates can be wrong, so
+a request is always admitted when nothing is in flight, which lets the rate be measured again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 BATCH_SHARE = 0.5
 """Capacity for `batch` priority relative to `interactive` priority."""
 INTERACTIVE_SHARE = 0.75
-"""Minimum share of a worker's time for `interactive` priority while both have items waiting.
+"""Minimum share of a worker's time reserved for `interactive` priority while both priorities have
+items waiting.
 
 Batches that contain urgent batch jobs get at most the remaining time
 (workers/scheduling/priority_queue.py).
@@ -42,7 +43,8 @@ class WaitEstimate(NamedTuple):
     held: int
     """The tenant's items in flight, across both priorities."""
     wait_s: float | None
-    """Expected wait until the demand's last item starts, without admission's safety margin.
+    """Expected wait until the demand's last item starts, not including the safety margin used for
+    admission.
 
     None if items are in flight and the model's rate was not measured recently.
     """
@@ -53,11 +55,11 @@ class WaitEstimate(NamedTuple):
 class Admission:
     """Counts items in flight by model, priority, and tenant, and measures service rates.
 
-    Each priority has separate bounds for the instance and for each model.
+    Each priority has separate limits for the instance and for each model.
 
     Args:
         max_in_flight: total capacity for `interactive` priority across all models, in items.
-        models: all models in the catalog. Each model also has a separate bound.
+        models: all models in the catalog. Each model also has a separate limit.
         clock: monotonic seconds. Replaced by tests.
     """
 
@@ -69,7 +71,7 @@ class Admission:
     ) -> None:
         self._models = {model.name: model for model in models}
         for name in self._models:
-            # The autoscaler treats a missing sample as lost metrics, not as zero demand.
+            # The autoscaler would treat a missing sample as lost metrics, not as zero demand.
             for priority in PRIORITIES:
                 metrics.of_admission(name, priority)
         slo.show(self._models)
@@ -146,7 +148,7 @@ class Admission:
         was_late: bool = False,
         took_s: float | None = None,
     ) -> None:
-        """Releases admitted items. Only items finished in time count toward the service rate.
+        """Releases admitted items. Only items that finish in time count toward the service rate.
 
         Args:
             demand: the admitted demand, or part of it. All of its items are released together.
@@ -226,18 +228,18 @@ def _describe_held(room: FairRoom, demand: Demand) -> str:
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
-    """Returns how many items leave before the demand's last item.
+    """Returns how many items must leave before the demand's last item.
 
     The number is exact only if it exceeds `enough`.
     """
     if demand.priority == "batch":
-        # This priority gets whatever time interactive work leaves free.
+        # This priority gets whatever time interactive work leaves unused.
         return rooms.total + demand.items - 1
     return rooms.interactive.ahead_of(demand, enough)
 
 
 def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
-    """Returns seconds per item, including the share that `batch` takes from interactive work."""
+    """Returns the seconds per item, including the time that `batch` takes from interactive work."""
     return (
         item_s / INTERACTIVE_SHARE
         if demand.priority == "interactive" and rooms.batch.total
@@ -254,7 +256,7 @@ def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: flo
     """Returns how many items (at most all of them) must leave before `ahead` drops by `turns`.
 
     `ahead` shrinks with every item while the tenant has items in flight. After that, it shrinks
-    only when others have fewer items left than were counted.
+    only when other tenants have fewer items left than were counted.
     """
     room = rooms.room(demand.priority)
     own_turns = room.count_held(demand.tenant) / room.part_of(demand)

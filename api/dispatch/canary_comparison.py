@@ -1,7 +1,7 @@
 """Compares canary results with the other revision's after the caller has received them.
 
 A share of the requests served by a canary is also sent to the other revision, at batch priority and
-without a tenant, so the caller neither waits for the comparison nor pays for it.
+without a tenant, so the caller neither waits for nor pays for the comparison.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Counters(Protocol):
         """Returns the recent counts for both revisions."""
 
     async def count(self, canary: Revision, counts: CanaryCounts) -> None:
-        """Adds to both revisions' recent counts."""
+        """Adds to the recent counts for both revisions."""
 
     async def take_back(self, canary: Revision, reason: str) -> bool:
         """Rolls the canary back. Returns whether the canary was still active."""
@@ -106,7 +106,7 @@ class CanaryRouter:
         return self.to_revision(request, self._choose(request))
 
     def to_revision(self, request: InferenceRequest, model: Model) -> InferenceRequest:
-        """Returns the request for a specific revision of its model."""
+        """Returns the request, directed to a specific revision of its model."""
         self.withdrawals.check(model.requested)
         purges = self.withdrawals.purges(model)
         if model is request.model and purges == request.purges:
@@ -130,7 +130,7 @@ class CanaryRouter:
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
             key = (facts.request_id,)
-            # results must be the same every time, so a single revision serves all of them
+            # results must be the same every time, so all of them come from a single revision
             if request.is_repeatable:
                 key = (facts.tenant, *(task_input.cache_form() for task_input in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
@@ -184,8 +184,8 @@ class CanaryRouter:
 def _part_of(canary: Revision, key: tuple[object, ...]) -> float:
     """Returns a number from 0 to 1 that is the same for equal keys and differs between canaries.
 
-    The number does not depend on the share, so requests that already go to the canary stay there
-    when the share is raised.
+    The number does not depend on the share, so requests that already go to the canary continue to
+    do so when the share is raised.
     """
     try:
         text = msgspec.msgpack.encode((canary.name, canary.revision, key))

@@ -27,8 +27,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
 def repeat_input(value: Input, result: Result, tolerance: Tolerance) -> Input | None:
     """Returns the input to run on the other revision for comparison with `result`.
 
-    Returns None if the result can't be compared. Texts are compared if the entry sets `rouge_l` and
-    the model chose the most likely tokens.
+    Returns None if the result can't be compared. Text is compared only if the entry sets `rouge_l`
+    and the model chose the most likely tokens.
     """
     match value, result:
         case _, EmbeddingResult() | SimilarityResult() | ImageResult():
@@ -57,7 +57,7 @@ def rouge_l(ours: str, theirs: str) -> float:
     """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
-    beta 1. Two texts without words are considered equal.
+    beta 1. Two texts that both contain no words are considered equal.
     """
     first, second = _WORD.findall(ours), _WORD.findall(theirs)
     if not first and not second:

@@ -1,6 +1,6 @@
 """Gets each item's outcome from the cache, from an identical item in flight, or from a worker.
 
-Each item counts as one row (`row_id` = request_id:index):
+Each item is counted as one row (`row_id` = request_id:index):
 
 - The worker writes the row for each item in a job it received, as soon as it has replied.
 - The API writes the row here for a cache hit or an item that was coalesced with another.
@@ -131,7 +131,8 @@ class Dispatcher:
         try:
             response = await self._compute(routed)
         except Overloaded:
-            # A canary has few workers, so callers are not rejected when those workers are full.
+            # A canary has few workers, so callers are not rejected when those workers are at
+            # capacity.
             return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
@@ -139,8 +140,8 @@ class Dispatcher:
     async def recall(self, request: InferenceRequest) -> InferenceResponse:
         """Returns outcomes that an earlier process obtained for the same request. Sends no jobs.
 
-        Jobs that have not ended are canceled, and so are items whose results are found in neither
-        the request's job records nor the cache. The response must be entered, as with `dispatch`.
+        Cancels jobs that have not ended, as well as items whose results are in neither the
+        request's job records nor the cache. The response must be entered, as with `dispatch`.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -161,8 +162,8 @@ class Dispatcher:
     async def _end_jobs_and_recall(self, state: RequestState) -> None:
         """Cancels all of a request's jobs that have not ended, and loads the others' results.
 
-        An earlier process may have sent any of the jobs. A worker that receives a canceled one
-        later doesn't run it.
+        An earlier process may have sent any of the jobs. If a worker receives a canceled job later,
+        it doesn't run the job.
 
         Raises:
             Unavailable: Redis did not respond. Some jobs may have been canceled.
@@ -190,7 +191,7 @@ class Dispatcher:
         return None if is_canceled else await self._records.read(record)
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
-        """Computes the outcomes on the revision that the request names."""
+        """Computes the outcomes on the revision named in the request."""
         state, error = RequestState(request), None
         try:
             while pending := state.pending():
@@ -331,8 +332,8 @@ class Dispatcher:
                 else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
-        # Items hold a reference to their job. Without this, the whole cycle would stay in memory
-        # until the next garbage collection.
+        # Items hold a reference to their job. Otherwise, the whole cycle would stay in memory until
+        # the next garbage collection.
         job.items.clear()
 
     def _outcomes_of(
@@ -340,7 +341,7 @@ class Dispatcher:
     ) -> Sequence[ItemOutcome | None]:
         """Returns one outcome per item in a finished job.
 
-        None means that all callers hung up, so the item is abandoned.
+        None means that the item was abandoned because all callers hung up.
         """
         if not task.cancelled():
             failed = task.exception()
@@ -482,7 +483,7 @@ class Dispatcher:
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
-                row.attempt = None  # the worker's row wins if neither has a result
+                row.attempt = None  # if neither has a result, the worker's row takes precedence
         self._rows.write(*rows)
 
 
@@ -504,7 +505,7 @@ async def _wait_for_items(
     """Waits up to `timeout_s` for all items to finish.
 
     asyncio.wait takes twice as long for a single item. A job's items finish together, so this wakes
-    once per job.
+    up once per job.
     """
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s

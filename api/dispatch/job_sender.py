@@ -1,7 +1,7 @@
 """Publishes jobs, and waits for replies if the callers are waiting.
 
-For a waiting caller, splits the request's items into jobs, and publishes each job once workers can
-get to it.
+For a waiting caller, splits the request's items into jobs, and publishes each job once workers have
+capacity for it.
 """
 
 from __future__ import annotations
@@ -84,13 +84,16 @@ class Inbox(Protocol):
     def waiter(
         self, request_id: str, job_index: int, replies: Replies
     ) -> AbstractContextManager[ReplyWaiter]:
-        """Registers a waiter while the context is open. `replies` comes from the model's entry."""
+        """Registers a waiter for as long as the context is open.
+
+        `replies` comes from the model's entry.
+        """
 
 
 def split_into_jobs(model: Model, items: Sequence[Item]) -> Iterator[slice]:
     """Splits items into as few equal-sized jobs as the maximum job size allows. Yields each range.
 
-    Each image is a separate job, to spread images across workers.
+    Each image is a separate job, so that images are spread across workers.
     """
     work = sum(item.input.estimate_work(model) for item in items)
     largest = model.definition.largest_job(model, work / max(1, len(items)))
@@ -165,10 +168,10 @@ class JobSender:
         """Publishes the job for a request whose record already exists.
 
         Afterward, if the caller can repeat the request, the record is marked as published. Other
-        records are not marked, because marking costs a Redis round trip and the mark would never be
-        read.
+        records are not marked, because marking costs a Redis round trip and nothing would ever read
+        the mark.
 
-        Publish windows do not delay this job: it is durable, so it must not be lost if this
+        Publish windows do not delay this job, because it is durable and must not be lost if this
         instance dies. Instead, once a tenant has many unfinished predictions, its new predictions
         get `batch` priority so that they do not run before other tenants' interactive requests.
 
@@ -290,7 +293,8 @@ class JobSender:
             raise
         except BadInput as error:
             job.is_sent = False
-            # The caller's input has already been validated, so a rejection must concern the topics.
+            # The caller's input has already been validated, so a rejection must be about the
+            # topics.
             raise Unavailable(f"the broker rejected the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:

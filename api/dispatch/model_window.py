@@ -4,23 +4,24 @@ A topic delivers jobs in order of arrival, regardless of tenant, so once workers
 further jobs from one tenant delay all other tenants. Jobs beyond the window wait here, ordered by
 deadline within each tenant, and leave as replies arrive.
 
-- The size follows from Little's law: the workers' rate times how long a job may spend in the
-  window. That time covers the round trip to the broker, a short wait there, one running batch, and
-  one ready batch.
-- While the window has room, any job may leave. Among waiting jobs, the tenant with the smallest
-  share of the window relative to its weight goes first.
+- The size follows from Little's law: the workers' rate multiplied by the time a job may spend in
+  the window. That time covers the round trip to the broker, a short wait there, one running batch,
+  and one ready batch.
+- While the window has room, any job may leave the queue. Among waiting jobs, those from the tenant
+  with the smallest share of the window relative to its weight go first.
 - A tenant can always use its fair share, and a tenant with nothing in the window can always
   publish. The window may therefore be exceeded briefly, until replies to other tenants arrive.
-- Other instances report, through Redis, how many items they hold. A tenant's share is divided among
-  instances in proportion to the tenant's items on each.
+- Through Redis, other instances report how many items they hold. A tenant's share is divided among
+  instances in proportion to how many of its items each one has.
 
-Ordering by item count is coarse. Workers order the jobs they hold by amount of work. With round
-robin here, a tenant with small items would get as many items as other tenants but less work.
+Ordering jobs by item count is imprecise. Workers order the jobs they hold by amount of work. With
+round robin here, a tenant with small items would complete as many items as other tenants but less
+work.
 
 Each instance has a leased field in a hash per model and priority. A dead instance is forgotten when
 its leases expire. Requests never wait for Redis. While Redis is unreachable, the last known state
-applies until the lease expires. After that, each instance stays within the service rate that it
-measured itself, which is its share of the workers' rate.
+applies until the lease expires. After that, each instance limits itself to the service rate that it
+has measured, which is its share of the workers' rate.
 
 An instance without work for a model does not report on that model. The pauses of each instance are
 proportional to the number of instances, so the load on Redis does not grow with the square of that
@@ -70,7 +71,7 @@ LEASE_PAUSES = 8
 MAX_TENANTS = 32
 """Maximum number of tenants reported individually, starting with the largest.
 
-The others are reported only as a sum of weights.
+The others are reported only as the sum of their weights.
 """
 
 ERRORS = Counter(
@@ -89,7 +90,7 @@ class Elsewhere:
 
     instances: int = 0
     size: float = 0.0
-    """Items that other instances add to the size of the window."""
+    """Number of items that other instances add to the window size."""
     published: int = 0
     tenants: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Each tenant's weight and items, keyed by tenant digest."""
@@ -101,7 +102,7 @@ class Elsewhere:
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A waiting job, ordered by the time by which it must leave."""
+    """A waiting job, ordered by the latest time at which it may leave."""
 
     until_s: float
     number: int
@@ -261,7 +262,7 @@ class ModelWindow:
     def _let_leave(self) -> None:
         """Releases jobs as long as one fits.
 
-        The tenant with the fewest published items goes first.
+        The tenant with the fewest published items relative to its weight goes first.
         """
         while fitting := [
             tenant
@@ -362,8 +363,8 @@ class PublishWindow:
 
         Args:
             is_in_topic: True if the job was published and no caller is waiting for its result
-                anymore. Its permit is kept for as long as workers usually take to reach such a job.
-                Otherwise, a caller who keeps disconnecting could fill the topic.
+                anymore. The job's permit is held for as long as workers usually take to reach such
+                a job. Otherwise, a caller who keeps disconnecting could fill the topic.
         """
         window = self.of_demand(demand)
         if is_in_topic:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class ReadinessStatus:
     """The result of a check.
 
-    If Redis is missing or may evict records, an instance is degraded but ready.
+    If Redis is missing or may evict records, the instance is degraded but ready.
     """
 
     is_ready: bool
@@ -55,7 +55,7 @@ class Readiness:
 
     Args:
         records_url: URL of the Redis server for records, which may be the same server. It must not
-            evict keys without an expiry.
+            evict keys that have no expiration.
         keys_status: returns `ok`, `not required`, or the reason API keys can't be checked.
     """
 

@@ -1,7 +1,7 @@
 """This instance's reply inbox, either leased from the pool through Redis or created.
 
-`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` tracks jobs waiting for
-replies while this instance holds the inbox. `InboxPool` leases inboxes.
+`ReplyInbox` receives on both topics and replaces its inbox if it is lost. `OpenInbox` tracks jobs
+waiting for replies while this instance holds the inbox. `InboxPool` leases inboxes.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
 """How long acks wait to be combined, because an ack call costs as much as a publish.
 
-Without this pause, acks took a fifth of the API's CPU time. Requests never wait for a reply to be
-acked. The pause plus 10 s of retries is shorter than the lease.
+Without this pause, acks used a fifth of the API's CPU time. Requests never wait for a reply to be
+acknowledged. The pause plus 10 s of retries is shorter than the lease.
 """
 
 
@@ -129,8 +129,8 @@ class InboxPool:
     Each inbox has a Redis key that contains its holder's ID.
 
     While Redis is unreachable, an instance keeps its inbox, because no other instance can lease it
-    either. If only this instance is cut off and another leases its inbox, replies may go to the
-    wrong instance until Redis responds again. The affected requests then read the record.
+    either. If only this instance is cut off and another instance leases its inbox, replies may go
+    to the wrong instance until Redis responds again. The affected requests then read the record.
 
     Args:
         redis_url: the Redis server that holds the leases.
@@ -251,8 +251,9 @@ class PendingReply:
         """Waits for the reply. May be called again after DeadlineExceeded.
 
         Raises:
-            DeadlineExceeded: no reply within `timeout_s`, or `look` was called.
-            InboxLost: the inbox was lost. The record may still receive the result in time.
+            DeadlineExceeded: no reply arrived within `timeout_s`, or `look` was called.
+            InboxLost: the inbox was lost. The record may still receive the result before the
+                deadline.
         """
         if not self._reply.done() and not self._has_news:
             self._woken = self._loop.create_future()
@@ -334,7 +335,7 @@ class OpenInbox:
             for number in range(slots)
         ]
         self.subscriptions = [self.direct, *self.slots]
-        # Last in, first out, so that few slots are in use at low load and acks can share calls.
+        # Last in, first out, so that few slots are used at low load and acks can share calls.
         self._free = self.slots[::-1]
         self._subscription_of: dict[str, ReplySubscription] = {}
         self._pending: dict[str, dict[int, PendingReply]] = {}
@@ -448,7 +449,7 @@ class ReplyInbox:
     async def __aenter__(self) -> Self:
         """Opens the inbox.
 
-        Continues without an inbox (not ready) if it can't get one within START_LIMIT_S.
+        Continues without an inbox (not ready) if none can be obtained within START_LIMIT_S.
         """
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._holding = asyncio.create_task(self._hold_forever(ready))
@@ -558,8 +559,8 @@ class ReplyInbox:
         try:
             yield
         finally:
-            # Done before closing the streams, which takes a while, so that no new jobs use this
-            # inbox.
+            # Closing the streams takes a while, so this is done first to keep new jobs from using
+            # this inbox.
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))
 

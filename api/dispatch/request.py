@@ -1,11 +1,11 @@
 """An inference request: its options, its state in the dispatcher, and its response.
 
-Predictions are inference requests too. The state holds the items, the jobs, and the completions so
-far.
+Predictions are inference requests too. The state consists of the items, the jobs, and the
+completions so far.
 
 Single flight: identical items in concurrent requests are computed once. The first request for an
 item becomes its leader. Later requests with the same cache key are coalesced with it and wait for
-the same outcome. An item exists as long as a request is waiting for it. If its leader gives up or
+the same outcome. An item exists as long as a request is waiting for it. If its leader leaves or
 runs out of time, the item is abandoned, and requests that still have time restart it.
 """
 
@@ -58,7 +58,7 @@ _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 class RequestOptions:
     """One request's options, parsed once from its headers. None or empty if not set.
 
-    Times are measured from the request's arrival.
+    Times are measured from when the request arrived.
     """
 
     deadline_s: float | None = None
@@ -124,7 +124,7 @@ class InferenceRequest:
     """
     record: NewRecord | None = None
     is_run_again: Callable[[], bool] = lambda: False
-    """Returns whether the same request will be sent again, with the same ID, if this one is
+    """Returns whether the same request, with the same ID, will be sent again if this one is
     canceled.
     """
     purges: int = 0
@@ -182,7 +182,8 @@ class InferenceRequest:
             self.facts.tenant,
             self.facts.weight,
             self.facts.priority,
-            # A full canary never rejects a caller, because the other revision takes the items.
+            # A canary at capacity never rejects a caller, because the other revision takes the
+            # items.
             self.counts_toward_slo and not isinstance(self.model, Revision),
         )
 
@@ -241,7 +242,7 @@ class InferenceResponse:
     is_delivered: bool = True
     """True if, as far as is known, the results were delivered to the caller."""
     is_broken_off: bool = False
-    """True if the block was canceled, so the work may be repeated."""
+    """True if the block was canceled, in which case the work may be repeated."""
 
     def __enter__(self) -> Self:
         return self
@@ -289,7 +290,7 @@ class InferenceResponse:
         """Raises the error of the first item without a result. Partial responses are not returned.
 
         Raises:
-            PenstockError: the item's error, with its code, or the request's.
+            PenstockError: the error of the item, with its code, or the error of the request.
         """
         if self.error is not None:
             raise self.error
@@ -339,10 +340,10 @@ class InFlightJob:
     demand: Demand
     """The items' demand."""
     queued_at_s: float = 0.0
-    """Unix time at which the job was allowed to be published. 0 before that."""
+    """Unix time at which the job was allowed to be published, or 0 before that."""
     is_sent: bool = False
-    """True once the broker may have the job: publishing has started, and the broker did not reject
-    it.
+    """True once the broker may have the job: publishing has started, and the broker has not
+    rejected the job.
     """
     is_answered: bool = False
     """True if the outcomes come from a reply."""
@@ -359,7 +360,8 @@ class ItemCompletion:
     outcome: ItemOutcome
     by_worker: bool
     queued_at_s: float = 0.0
-    """Unix time at which the item's job was allowed to be published. 0 if it was not published."""
+    """Unix time at which the item's job was allowed to be published, or 0 if it was not published.
+    """
 
 
 def _new_future() -> asyncio.Future[ItemCompletion | None]:
@@ -381,13 +383,13 @@ class InFlightItem:
     first request that receives the result pays for all of it.
     """
     is_taken_over: bool = False
-    """True if a request other than the leader's pays for the item."""
+    """True if a request other than the leader's request pays for the item."""
 
     @property
     def owed(self) -> Owed | None:
         """The amount left unpaid if all callers have disconnected.
 
-        None if there is no result or a caller pays.
+        None if there is no result or if a caller pays for it.
         """
         completion = self.completed.result() if self.completed.done() else None
         if self.waiters or not self.is_unpaid or completion is None:
@@ -464,7 +466,9 @@ class RequestState:
         options = request.options
         self.items = request.items()
         self.is_shareable = options.cache_read and options.cache_write
-        """False for callers who want nothing stored, or nothing older than their request."""
+        """False for callers who don't want anything stored, or don't want anything older than their
+        request.
+        """
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
         self._jobs: list[InFlightJob] = []
         self._led: dict[int, InFlightItem] = {}
@@ -496,7 +500,7 @@ class RequestState:
         if not self.request.facts.batch_id or len(items) == len(self.items):
             return number
         # A batch line may be repeated after more of its items have been cached. The job for the
-        # remaining items must not find a record of a job with different items.
+        # remaining items must not match a record of a job with different items.
         return zlib.crc32(repr([item.index for item in items]).encode())
 
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
@@ -518,7 +522,7 @@ class RequestState:
         self.completions[index] = completion
 
     def leave_unpaid(self) -> dict[str, Owed]:
-        """Stops paying, because the response was not delivered.
+        """Stops paying for the items, because the response was not delivered.
 
         Other requests waiting for the same items pay for them.
 

@@ -4,9 +4,9 @@
 - Scopes: each endpoint declares the scope that a key needs (api/http/router.py).
 - Access without keys: allowed only if no other machine can reach the API. Browsers on this machine
   open third-party pages, which must not be able to use the API. Such a page can submit a form to
-  http://127.0.0.1:8080 from its origin, and its host name can be made to resolve to 127.0.0.1 (DNS
-  rebinding). Therefore, `Host` and `Origin` must name this machine. A reverse proxy on this machine
-  forwards the public name, so the API is not exposed through a proxy either.
+  http://127.0.0.1:8080 from its origin, and the page's host name can be made to resolve to
+  127.0.0.1 (DNS rebinding). Therefore, `Host` and `Origin` must name this machine. A reverse proxy
+  on this machine forwards the public host name, so the API is not exposed through a proxy either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DENIED = Counter(
 RawHeaders = Iterable[tuple[bytes, bytes]]
 HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
 _SCHEMES = frozenset({b"bearer", b"token"})
-"""Older Replicate clients use `Token`."""
+"""Older Replicate clients send `Token`."""
 
 _NOT_VALID = "the API key is invalid"
 _FROZEN = "this API key's tenant is frozen; contact the operator of this API"
@@ -104,8 +104,8 @@ class AccessRules:
 
         Args:
             path: path template of the route, such as `/v1/files/{file_id}`.
-            stored: the result the request reads or changes, if a model computed it. The key also
-                needs the scope required by the result's endpoint.
+            stored: the result that the request reads or changes, if a model computed that result.
+                The key also needs the scope required by the result's endpoint.
 
         Raises:
             MissingScope: the key lacks a scope.
@@ -182,11 +182,11 @@ class OpenOnLoopback:
         return None
 
     def caller_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Returns the caller, no matter which key the headers contain.
+        """Returns the caller, whatever keys the headers contain.
 
         Raises:
-            Forbidden: the request is for a different host name, or from a page with a different
-                origin.
+            Forbidden: the request is for a different host name, or comes from a page with a
+                different origin.
         """
         for name, value in headers:
             if name == b"host" and not _is_loopback_host(value):
@@ -356,7 +356,8 @@ class ApiKeys:
         key = parse_key(sent.pop()) if len(sent) == 1 else None
         if key is None or directory is None:
             return
-        # All unknown keys take the same time to reject, including a known ID with the wrong secret.
+        # Rejecting an unknown key always takes the same time, even for a known ID with the wrong
+        # secret.
         if directory.find(key, self._clock()).state == "unknown":
             await self.directory.look_again(key)
 

@@ -35,7 +35,8 @@ async def while_connected(
     try:
         return await work
     except asyncio.CancelledError:
-        # Clears only the cancellation requested here. The server also cancels tasks when it stops.
+        # Clears only the cancellation requested here. The server also cancels tasks when it shuts
+        # down.
         if watch.refused is not None and task.uncancel() == 0:
             raise watch.refused from None
         raise
@@ -47,8 +48,8 @@ class _Watch:
     """Cancels a request's task once its caller hangs up or may no longer wait.
 
     Starts in the next event loop iteration, by which time any work that does not wait has finished.
-    The watch refers to itself through a handle, a timer, and a task. `stop` cancels all three;
-    otherwise, all of a request's objects would stay in memory until the next garbage collection.
+    The watch references itself through a handle, a timer, and a task. `stop` cancels all three.
+    Otherwise, all of a request's objects would stay in memory until the next garbage collection.
     """
 
     def __init__(

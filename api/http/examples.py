@@ -1,8 +1,8 @@
-"""Examples of requests and replies in the OpenAPI document.
+"""Examples of requests and responses in the OpenAPI document.
 
-The keys in examples.json are schema names, methods with a path, such as `GET /v1/hardware`, and
-required parameters, such as `{file_id}`. A media type other than JSON follows the path. A parameter
-that has a special value on one path is preceded by that path.
+The keys in examples.json are schema names, methods with a path (such as `GET /v1/hardware`), and
+required parameters (such as `{file_id}`). If the media type is not JSON, it follows the path. If a
+parameter has a special value on one path, that path precedes the parameter.
 """
 
 from __future__ import annotations

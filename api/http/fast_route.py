@@ -1,7 +1,7 @@
 """Calls inference endpoints directly, bypassing ten layers of FastAPI.
 
 This saves a tenth of a request's CPU time. FastAPI still includes these routes in the OpenAPI
-document. Large responses with float vectors are compressed to half their size for callers who
+document. Large responses with float vectors are compressed to half their size for callers that
 accept gzip.
 
 Measurements: docs/measurements/api.md.
@@ -35,7 +35,7 @@ MIN_BYTES = 64 * 1024
 """About eight vectors. A smaller response takes one or two round trips, whether compressed or not.
 """
 _LEVEL = 1
-"""Level 6 takes seven times as long and saves only another 5%."""
+"""Level 6 takes seven times as long and reduces the size by only another 5%."""
 _GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
 
 IS_HEAD = "penstock.is_head"
@@ -92,7 +92,7 @@ def accepts_gzip(accept_encoding: str) -> bool:
 
 
 def _for_browsers(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    # Scripts send their API key themselves, so browser credentials are not allowed.
+    # Scripts send their API key explicitly, so browser credentials are not allowed.
     return CORSMiddleware(
         app,
         allow_origins=origins,
@@ -210,7 +210,7 @@ class FastRouteApp(FastAPI):
         try:
             is_keyed = IDEMPOTENCY_HEADER in request.headers and not route.has_own_keys
             if is_keyed and isinstance(route, StreamedRoute):
-                open_call(request)  # first, so that unauthenticated bodies are not read
+                open_call(request)  # done first, so that unauthenticated bodies are not read
                 is_keyed = not await route.asks_for_stream(request)
             endpoint = route.endpoint
             keyed = run_idempotent(request, endpoint, route.answer_error) if is_keyed else None

@@ -137,7 +137,7 @@ async def _compute_response(
     headers = context.headers | {
         name: value for name, value in response.headers.items() if name != "content-length"
     }
-    # Use the stored response's headers, which may come from another instance.
+    # Use only the stored response's headers, which may come from another instance.
     context.headers.clear()
     return StoredResponse(
         response.status_code,

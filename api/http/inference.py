@@ -68,13 +68,13 @@ class Inference:
     async def ask(
         self, call: ModelCall, model: Model, inputs: Sequence[Input]
     ) -> list[Result | None]:
-        """Returns a worker's results for `inputs`, from which the call's items are built.
+        """Returns a worker's results for `inputs`, which are used to build the call's items.
 
         This step is free. Its work counts toward the per-minute limits as part of the request, even
         if the request is rejected afterward. The rows for this step have a separate ID.
 
         Raises:
-            PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
+            PenstockError: an item failed, or there is no capacity. ClientGone: the caller hung up.
             RateLimited: a per-minute limit is reached.
         """
         facts = call.context.facts
@@ -139,7 +139,7 @@ class Inference:
         return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s, begin)
 
     def preparation(self, call: ModelCall, model: Model) -> Preparation:
-        """Returns a counter for work done on the call's behalf before it runs `model`."""
+        """Returns a counter for work done for the call before it runs `model`."""
         if call.preparation is None:
             call.preparation = Preparation(
                 self._limiter,

@@ -32,7 +32,7 @@ _injectable = set[type]()
 
 
 def authenticate(request: Request) -> Call:
-    """Authenticates a request and checks the key's scope, unless that has already been done.
+    """Authenticates a request and checks the key's scope, unless both have already been done.
 
     Raises:
         Unauthorized: the API key is missing or invalid.
@@ -64,8 +64,7 @@ def open_call(request: Request) -> ModelCall:
     if context.options is None:
         context.options = read_options(request.scope["headers"], facts)
     if call.caller.max_priority == "batch" and facts.priority == "interactive":
-        # The plan does not allow any other priority. Clients that don't know about priorities still
-        # work.
+        # The plan allows only this priority. Clients that don't know about priorities still work.
         facts.priority = "batch"
         context.headers[PRIORITY_HEADER] = "batch"
     return ModelCall(call.http, context, call.caller, call.public_url, call.access, context.options)

@@ -29,7 +29,7 @@ from shared.tenants.key_store import KeyStore, StoredDocument
 from shared.tenants.rules import Served, document_mistakes
 
 REFRESH_S = 2.0
-"""A change takes effect within this time plus the duration of one read."""
+"""A change takes effect within this time, plus the time one read takes."""
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
 """Minimum interval between lookups of unknown keys, across all requests."""
@@ -39,11 +39,11 @@ MAX_WAITING_REQUESTS = 64
 NOTE_USES_S = 60.0
 """Interval at which key usage is written."""
 COPY_S = 60.0
-"""Interval at which the copy is written, in addition to the write after each change."""
+"""Interval at which the copy is written, in addition to being written after each change."""
 STALE_LIMIT_S = 86_400.0
 """While the store is unreachable, keys can't be revoked.
 
-After a day, that is worse than being unavailable. Keys still expire without the store.
+After a day, that is worse than an outage. Keys still expire while the store is unreachable.
 """
 UP = Gauge("penstock_keys_up", "1 if API keys could be read at the last attempt, else 0.")
 AGE_SECONDS = Gauge(
@@ -66,9 +66,9 @@ class LiveDirectory:
         store: the directory's store. Opened and closed by this object.
         clock: monotonic seconds.
         served: models that plans and keys may name. A file that names any other model is invalid.
-            In Redis, changes were checked when they were made, so if a name is missing from the
-            catalog, the catalog must have changed since then, and the missing name is only logged.
-            None if not known.
+            In Redis, changes are checked when they are made, so a name missing from the catalog
+            means that the catalog has changed since then, and the missing name is only logged. None
+            if not known.
         copy: stores a copy for instances that start while the main store is unreachable. This
             object opens and closes it. None disables the copy.
 
@@ -150,9 +150,9 @@ class LiveDirectory:
     async def look_again(self, key: ApiKey) -> None:
         """Reads the directory again when a key is unknown, because the key may be brand new.
 
-        Concurrent requests with unknown keys wait for the same read. Across all callers, the next
-        read is at least LOOK_AGAIN_S later. As long as the directory is unchanged, each key is
-        looked up only once, so a caller with an invalid key does not wait every time.
+        Concurrent requests with unknown keys wait for the same read. The next read for any caller
+        is at least LOOK_AGAIN_S later. As long as the directory is unchanged, each key is looked up
+        only once, so a caller with an invalid key does not wait every time.
         """
         digest = hash_of(self._salt, key)
         if digest in self._checked_digests or self._waiting >= MAX_WAITING_REQUESTS:
@@ -231,7 +231,7 @@ class LiveDirectory:
             self._copied_s = self._clock()
 
     def _stop_serving(self) -> None:
-        """Stops this instance, because without refreshes it would no longer see changes."""
+        """Stops serving, because without refreshes this instance would no longer see changes."""
         self._failure = Unavailable(public="API keys are no longer being refreshed")
         self._directory = None
 

@@ -6,9 +6,9 @@ the memory and connections that request bodies may occupy, in total and per tena
 headers, because callers put text and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads always has many chunks
-ready, and without turns, every other request would wait for all of them at each `await`. For this
-reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A single
-tenant loses nothing, because iterations of an idle loop are short.
+ready, so without turns, every other request would wait for all those chunks at each `await`. For
+this reason, chunks of large bodies take turns, with one chunk per tenant in each event loop
+iteration. A tenant that is alone loses nothing, because the iterations of an idle loop are short.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ MAX_SHARE = 0.75
 """Maximum share of a limit that one tenant may use. The rest is left for other tenants."""
 
 UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
-"""Paths that are not traced, because most traces of an idle service would be of probes."""
+"""Paths that are not traced, because otherwise most traces of an idle service would be of probes.
+"""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods named in spans. OpenTelemetry's conventions use `_OTHER` for any other method."""
+"""Methods named in spans. OpenTelemetry's conventions call for `_OTHER` for any other method."""
 
 BODY_IDLE_S = 30.0
 """Maximum pause between two chunks of a body."""
 SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
-"""Memory, in bytes, counted for a streamed body."""
+"""Amount of memory, in bytes, counted for a streamed body."""
 FULL_RETRY_S = 1.0
 """Retry-After for a request that is rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""Time limit for a body: this many seconds, plus the time to receive its bytes at this rate. Cuts
-off clients that send data at a trickle.
+"""Time limit for a body: this many seconds, plus the time it takes to receive the body at this
+rate. Cuts off clients that only trickle data.
 """
 CLIENT_GONE = 499
-"""Status in logs and rows if the caller hung up, as in nginx."""
+"""Status in logs and rows when the caller has hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
 """Rejected requests with these methods produce a row. Other methods never produce rows."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -72,7 +73,7 @@ class BodyPermits:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting chunks, for tenants with a chunk in this iteration or the previous one."""
+        """Waiting chunks, for tenants that had a chunk in this iteration or the previous one."""
 
     async def take(self, tenant: str) -> None:
         """Waits until one of the tenant's chunks may be handled.
@@ -116,7 +117,9 @@ class BodyBudget:
     largest_bytes: int
     """Maximum size of one body."""
     together_bytes: int
-    """Maximum total size of all bodies. Once it is exceeded, only small bodies are accepted."""
+    """Maximum total size of all bodies. Once this total is exceeded, only small bodies are
+    accepted.
+    """
     arriving: FairRoom
     """Room for connections whose bodies are still arriving."""
     turns: BodyPermits = field(default_factory=BodyPermits)
@@ -126,7 +129,10 @@ class BodyBudget:
     """Bytes held by each tenant."""
 
     def hold(self, tenant: str, size_bytes: int) -> None:
-        """Counts a chunk of a body. `size_bytes` is negative when the chunk is released."""
+        """Adds a chunk of a body to the totals.
+
+        `size_bytes` is negative when the chunk is released.
+        """
         self.held_bytes += size_bytes
         self.held_of[tenant] += size_bytes
         if not self.held_of[tenant]:
@@ -183,7 +189,8 @@ class RequestContext:
     """
 
     shown_id: str
-    """The ID in the response: the caller's if it contains only allowed characters, otherwise ours.
+    """The ID in the response: the caller's ID if it contains only allowed characters, otherwise one
+    of ours.
     """
     facts: RequestFacts
     """The caller, the time, and the pricing terms. The tenant is empty until authentication."""
@@ -199,13 +206,14 @@ class RequestContext:
     is_compressible: bool = False
     """True if a long response body is worth compressing."""
     key_seed: int | None = None
-    """Default image seed for a request with an Idempotency-Key, the same on every instance."""
+    """Default image seed for a request with an Idempotency-Key. It is the same on every instance.
+    """
     error_code: str = ""
     """Error code in the response."""
     has_rows: bool = False
     """True if the request's items produce rows, regardless of their outcome."""
     streamed_max_bytes: int = 0
-    """Maximum size of a body that the route streams. 0 if the body is held in memory."""
+    """Maximum size of a body that the route streams, or 0 if the body is held in memory."""
     record_refusal: Callable[[RequestContext], None] | None = None
     """Writes the row of a rejected request. Set once the tenant is known."""
 
@@ -268,7 +276,7 @@ class _Exchange:
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=client_id if is_shown else own_id,
             facts=RequestFacts(
-                # Always ours, because callers may send long or duplicate IDs.
+                # Always one of ours, because callers may send long or duplicate IDs.
                 request_id=own_id,
                 tenant="",
                 received_at_s=time.time(),
@@ -323,7 +331,7 @@ class _Exchange:
             ) from error
 
     async def _receive_within(self, limit_s: float) -> Message:
-        """Does the same thing as asyncio.timeout in a fifth of the time.
+        """Does the same thing as asyncio.timeout, but in a fifth of the time.
 
         Raises:
             TimeoutError: nothing arrived within `limit_s`.
@@ -457,7 +465,7 @@ def _digest_of(key: str) -> str:
 def _number(text: str) -> int:
     """Returns the value of Content-Length.
 
-    Python does not parse very long numbers, so they become maxsize.
+    Python does not parse very long numbers, so those become maxsize.
     """
     if not (text and text.isascii() and text.isdigit()):
         return 0

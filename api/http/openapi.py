@@ -292,7 +292,7 @@ def binary(text: str, *media_types: str, headers: tuple[str, ...] = ()) -> Descr
 
 
 def event_stream(*kinds: str) -> Described:
-    """Returns a response that is a stream of server-sent events, with the schema of one event."""
+    """Returns a response that is a stream of server-sent events, given the schema of one event."""
     properties = {
         "event": {"type": "string", "enum": list(kinds)},
         "id": {"type": "string"},
@@ -319,7 +319,7 @@ def inference_responses(answers: Responses, error: Schema) -> Responses:
     """Returns an inference endpoint's responses, with errors in the `error` format."""
     responses = answers | errors_as(error, *_INFERENCE_ERRORS)
     responses[422]["description"] = "This `Idempotency-Key` was used for a different request."
-    # Even if some of a request's items fail, the others were still computed and are reported.
+    # Even if some of a request's items fail, the other items were still computed and are reported.
     computed = references(*_OF_INFERENCE)
     for status in (*answers, *_INFERENCE_ERRORS):
         headers = computed | responses[status]["headers"]
@@ -338,7 +338,7 @@ def problems(*statuses: int) -> Responses:
 
 
 def of_both_apis(*statuses: int) -> Responses:
-    """Returns errors in OpenAI's format, or in Replicate's for its clients."""
+    """Returns errors in OpenAI's format, or in Replicate's format for Replicate's clients."""
     documented = errors(*statuses)
     for status, in_other_shape in problems(*statuses).items():
         documented[status]["content"] |= in_other_shape["content"]
@@ -346,7 +346,10 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def errors_as(error: Schema, *statuses: int) -> Responses:
-    """Returns errors in the `error` format. A 401 covers the other errors a key can cause."""
+    """Returns errors in the `error` format.
+
+    A 401 also covers the other errors that a key can cause.
+    """
     if 401 in statuses:
         statuses = (*statuses, 403, 503)
     media_type = "application/problem+json" if error is Problem else "application/json"

@@ -68,7 +68,7 @@ class Recording:
         own_id: str = "",
         **shown: Any,
     ) -> InferenceRequest:
-        """Returns the request for a prediction with `read` as its inputs.
+        """Returns the request for a prediction whose inputs are `read`.
 
         Args:
             model: the model that runs the prediction.
@@ -109,8 +109,8 @@ class Recording:
     ) -> AsyncGenerator[Creation]:
         """Creates a prediction, or finds the one created by an identical request.
 
-        The block may wait for the prediction to finish. Its cost is counted when it finishes, on
-        this instance or any other.
+        The block may wait for the prediction to finish. Its cost is counted when it finishes,
+        whether on this instance or another.
 
         Args:
             request: returned by the method `request`.
@@ -162,11 +162,11 @@ class Recording:
             served: the model or flow that the endpoint serves.
             run_request: returns the request for a flow's prediction.
             is_repeatable: True if identical inputs produce identical results.
-            failure: returns the reason a run failed, in the endpoint's terms.
+            failure: returns the reason a run failed, worded for the endpoint.
 
         Raises:
-            PenstockError: as raised by `Inference.compute`. For a flow: the flow failed, or as
-                raised by `create`. DeadlineExceeded: the run took too long.
+            PenstockError: as raised by `Inference.compute`. For a flow: the flow failed, or an
+                error raised by `create`. DeadlineExceeded: the run took too long.
         """
         if isinstance(served, Flow):
             request = await run_request()
@@ -203,7 +203,7 @@ class Recording:
 
         Raises:
             NotFound: the tenant has no such prediction, or it has expired.
-            Forbidden: the key is not allowed to do this with that endpoint's or model's results.
+            Forbidden: the key is not allowed to do this with results from that endpoint or model.
         """
         snapshot = await self._predictions.read(call.tenant, prediction_id)
         self._rules.check(call.caller, call.http.method, call.route, snapshot.prediction)

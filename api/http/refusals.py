@@ -1,4 +1,4 @@
-"""Writes a row for each rejected request, because such a request has no items yet.
+"""Writes a row for each rejected request, because rejected requests have no items yet.
 
 Requests without a valid key do not produce rows, so that they can't fill up the table. Metrics
 count both kinds of rejected requests. The row contains nothing sent by the caller except the

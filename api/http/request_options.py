@@ -1,10 +1,10 @@
-"""Parses request headers into RequestOptions and two facts about the request.
+"""Parses request headers into RequestOptions, and reads two facts about the request.
 
 No other code reads these headers.
 
-Accepted values are within the job decoder's bounds, so workers can read every published job. All
+Accepted values are within the job decoder's limits, so workers can read every published job. All
 other values are rejected with an error that names the header. Invalid values of Cache-Control and
-Prefer are ignored, as their standards require.
+Prefer are ignored, as their specifications require.
 
 The kind of client is derived from its `User-Agent`. Rows contain the kind, never the header. The
 set of kinds is fixed, so reports can group by kind and callers can't write arbitrary text into the
@@ -70,7 +70,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""Maximum number of characters from an invalid value to repeat in an error."""
+"""Maximum number of characters to repeat from an invalid value in an error message."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
@@ -83,13 +83,13 @@ def family_of(user_agent: str) -> str:
     agent = user_agent[:MAX_READ].strip().lower()
     if not agent:
         return ""
-    if agent == "node":  # sent by fetch in Node
+    if agent == "node":  # sent by Node's fetch
         return "node"
     return next((family for part, family in _FAMILIES if part in agent), OTHER)
 
 
 def wants_event_ids(headers: Mapping[str, str]) -> bool:
-    """Returns whether events have IDs.
+    """Returns whether the stream's events have IDs.
 
     OpenAI's events have no IDs, and some readers only understand `data:`.
     """

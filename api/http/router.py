@@ -86,7 +86,7 @@ class Declared(TypedDict, total=False):
     lines: LineEndpoint
     """Runs batch lines that have the same body."""
     answers: Responses
-    """Successful responses, used instead of a 200 with `reply`."""
+    """Successful responses, which replace the 200 with `reply`."""
     status_code: int
     response_class: type[Response]
     include_in_schema: bool

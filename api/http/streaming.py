@@ -24,7 +24,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class HeldResponse(StreamingResponse):
-    """A stream that holds resources until it ends, no matter how it ends."""
+    """A stream that holds resources until it ends, whatever the reason."""
 
     def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
         super().__init__(content, **options)

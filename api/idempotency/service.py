@@ -1,10 +1,10 @@
 """Runs idempotent requests: one computes the response, and others with the same key get a replay.
 
 This works across instances. A request with a key runs in a separate task, because its caller may
-hang up and come back. Temporary responses (429, 5xx, a missed deadline, an earlier response that is
-still being generated) are not stored, and the key is released. Responses are stored in Redis
-(api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py calls this
-service.
+hang up and come back. Temporary responses (a 429 or 5xx, a missed deadline, or an earlier response
+that is still being generated) are not stored, and the key is released. Responses are stored in
+Redis (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py
+calls this service.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ and settings.
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""Maximum number of requests that may wait for other requests at the same time, shared among
-tenants.
+"""Maximum number of requests that may be waiting for other requests at once, shared among tenants.
 """
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
@@ -219,7 +218,7 @@ class IdempotencyService:
     async def _complete(
         self, request: IdempotentRequest, claim_id: str, response: StoredResponse
     ) -> StoredResponse:
-        """Stores the response, and returns whichever response is stored.
+        """Stores the response, unless one is already stored, and returns the stored one.
 
         If Redis is unreachable, returns the response without storing it.
         """
@@ -244,7 +243,7 @@ class IdempotencyService:
 
     def _on_done(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
         del self._running[name]
-        # Checked here, because the caller may have hung up.
+        # Checked here because the caller may have hung up.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with an idempotency key failed unexpectedly", exc_info=error)
 
@@ -280,7 +279,7 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases on all this instance's claims, with one call at a time, until canceled.
+        """Renews the leases on all of this instance's claims, one call at a time, until canceled.
 
         No timer runs while there are no claims.
         """

@@ -1,15 +1,15 @@
 """Stores idempotent requests' claims and responses in Redis, for all instances.
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
-(of the request that computes the response), and `answer` (the response). A claim is valid as long
-as its instance keeps renewing the lease. One call renews all of an instance's leases. Only Redis's
-clock is used, so instances' clocks don't need to agree.
+(of the request that computes the response), and `answer` (the response). A claim is valid for as
+long as its instance keeps renewing the lease. One call renews all of an instance's leases. Only
+Redis's clock is used, so instances' clocks don't need to agree.
 
-Entries do not have a TTL, because a full Redis server evicts keys with a TTL (volatile-lru), and
+Entries have no TTL, because a full Redis server evicts keys that have one (volatile-lru), and
 responses must be kept. Each new entry removes a few expired entries, found through an index. All
-responses share a byte budget (shared/stores/retention.py). Claims do not count toward it, because
-only crashed instances leave claims without a response. The scripts are in *.lua files in this
-package.
+responses share a byte budget (shared/stores/retention.py). Claims do not count toward the budget,
+because only crashed instances leave claims without a response. The scripts are in *.lua files in
+this package.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class IdempotencyStore(RedisStore):
         """Claims the right to compute the response. `claim` is a unique ID.
 
         Raises:
-            Unavailable: Redis did not respond. If Redis recorded the claim, the claim expires with
-                its lease.
+            Unavailable: Redis did not respond. If Redis recorded the claim, it expires with the
+                lease.
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
         state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)

@@ -1,1 +1,1 @@
-"""Converts callers' inputs to model inputs: texts, image parameters, images, and files."""
+"""Converts callers' inputs to model inputs: text, image parameters, images, and files."""

@@ -74,7 +74,7 @@ FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
 """
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 SPARE_PROCESSES = 1
-"""Number of processes beyond one tenant's maximum."""
+"""Number of processes in addition to one tenant's maximum."""
 SMALL_SHARE = 0.25
 """An image counts as small if it needs at most this fraction of the memory budget."""
 
@@ -82,7 +82,8 @@ SMALL_SHARE = 0.25
 class CodecClient:
     """A codec process.
 
-    Accepts no more commands once a command has been canceled or has killed the process.
+    Accepts no more commands once a command has been canceled or has caused the process to be
+    killed.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class CodecClient:
 
     @classmethod
     async def start(cls) -> Self:
-        """Starts a process. Its first command may be sent before it is ready.
+        """Starts a process. The first command may be sent before the process is ready.
 
         Raises:
             Unavailable: the system could not start a process.
@@ -123,7 +124,7 @@ class CodecClient:
         try:
             return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
-            # Only a cancellation can get here, because the socket is already connected.
+            # Only a cancellation can cause this, because the socket is already connected.
             ours.close()
             process.kill()
             await process.wait()
@@ -256,7 +257,7 @@ class CodecPool:
 
     Args:
         processes: maximum number of processes per tenant. All tenants together may use
-            SPARE_PROCESSES more.
+            SPARE_PROCESSES more than that.
         budget_bytes: memory for all images being decoded. An image over the budget is decoded by
             itself. In addition, each process may decode a small image for a tenant that is not
             decoding anything else.
@@ -314,9 +315,10 @@ class CodecPool:
 
         Args:
             deadline_s: Unix time at which to stop the command.
-            is_new: True if the command may be rejected. Results that have already been computed go
-                first and are never rejected.
-            tenant: the tenant whose turn is used. All unknown callers share the empty tenant.
+            is_new: True if the command may be rejected. Commands on results that have already been
+                computed go first and are never rejected.
+            tenant: the tenant whose turn this command uses. All unknown callers share the empty
+                tenant.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
@@ -375,7 +377,7 @@ class CodecPool:
         raise Overloaded(f"{reason}; try again in {bounded_s:.2g} s", retry_after_s=bounded_s)
 
     async def _acquire_process(self, task: _Task) -> None:
-        """Waits for a process. Must be followed by `_release_process` unless it raises."""
+        """Waits for a process. Must be followed by `_release_process` unless this method raises."""
         if self._may_start(task.tenant):
             self._occupy_process(task.tenant)
             return
@@ -386,7 +388,8 @@ class CodecPool:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    # A process that has since become free may already have skipped it.
+                    # A process that has become free in the meantime may already have skipped this
+                    # entry.
                     line.discard(task.tenant, turn)
                 else:
                     self._release_process(task.tenant)

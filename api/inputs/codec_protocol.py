@@ -2,9 +2,9 @@
 
 A frame consists of two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below,
 and the image data, which is never copied into a struct. The API sends a command (PrepareSource,
-PrepareMask, EncodeImage, or CompareImages). The process replies with HeaderRead, waits for Proceed,
-which is sent once there is room for the image, and then replies with SourcePrepared, MaskPrepared,
-ImageEncoded, or ImagesCompared. CodecError may replace any of these replies.
+PrepareMask, EncodeImage, or CompareImages). The process replies with HeaderRead and waits for
+Proceed, which is sent once there is room for the image. It then replies with SourcePrepared,
+MaskPrepared, ImageEncoded, or ImagesCompared. CodecError may replace any of these replies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 LENGTHS = struct.Struct("<II")
 
 Padding = tuple[int, int, int, int]
-"""Output pixels on the left, top, right, and bottom."""
+"""Number of output pixels to add on the left, top, right, and bottom."""
 UNPADDED: Padding = (0, 0, 0, 0)
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -26,7 +26,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class SourceLimits(msgspec.Struct):
     """A model's limits on source image size. `width` x `height` is the default size.
 
-    `enlarges`: whether smaller sources are enlarged to that number of pixels.
+    `enlarges`: whether smaller sources are enlarged to the default number of pixels.
     """
 
     width: int
@@ -39,8 +39,8 @@ class SourceLimits(msgspec.Struct):
 class PrepareSource(msgspec.Struct, tag="prepare"):
     """Creates a source image from the file.
 
-    Without `size`, the aspect ratio is kept, within `limits`. `padding` is added around the image,
-    filled with its edge pixels, and is part of `size`.
+    Without `size`, the aspect ratio is kept, subject to `limits`. `padding` is added around the
+    image, is filled with the image's edge pixels, and is part of `size`.
     """
 
     size: tuple[int, int] | None
@@ -82,7 +82,7 @@ class CompareImages(msgspec.Struct, tag="compare"):
 
 
 class Proceed(msgspec.Struct, tag="go"):
-    """The memory budget has room: decode now."""
+    """There is room in the memory budget: decode now."""
 
 
 class HeaderRead(msgspec.Struct, tag="opened"):
@@ -103,7 +103,7 @@ class SourcePrepared(msgspec.Struct, tag="prepared"):
 
 
 class MaskPrepared(msgspec.Struct, tag="masked"):
-    """The mask follows: a gray PNG in which 255 is redrawn and 0 keeps the source."""
+    """The mask follows: a gray PNG in which 255 means redraw and 0 means keep the source."""
 
 
 class ImageEncoded(msgspec.Struct, tag="encoded"):
@@ -117,9 +117,9 @@ class ImagesCompared(msgspec.Struct, tag="compared"):
 
 
 class CodecError(msgspec.Struct, tag="refused"):
-    """The file was rejected: the reason and its error code, as in shared/errors.py.
+    """The file was rejected, for this reason and with this error code, as in shared/errors.py.
 
-    `field`: the command field at fault, unless the file is at fault.
+    `field`: the command field that caused the error, or None if the file caused it.
     """
 
     code: str

@@ -2,9 +2,10 @@
 
 It handles one image at a time over a socket. A thread would not be enough: decoding in a thread
 can't be stopped, holds the interpreter lock for up to a third of a second (alpha_composite, WebP),
-and may take any amount of memory. This process can be killed at a deadline, has a lower priority
-than the event loop, has kernel limits on memory and CPU time, and does not have the API's settings
-or secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
+and may take any amount of memory. This process can be killed at a deadline, runs at a lower
+priority than the event loop, has kernel limits on memory and CPU time, and has no access to the
+API's settings or secrets. It imports only Pillow and msgspec, so it starts within a tenth of a
+second.
 
 A command decodes, resizes, or encodes an image with Pillow in bounded memory: it first reads the
 header, and then reserves as much memory as the rest may need.
@@ -140,8 +141,8 @@ _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
 """A marker with a segment, or one that starts or ends an image (ITU-T T.81, B.1).
 
 Lower markers are reserved. libjpeg rejects them between segments. In coded data with restart
-intervals, it drops them without a length and continues after them (jpeg_resync_to_restart in
-jdmarker.c). In coded data, a 0xFF byte is followed by a zero byte.
+intervals, it drops them as if they had no length and continues after them (jpeg_resync_to_restart
+in jdmarker.c). In coded data, a 0xFF byte is followed by a zero byte.
 """
 _END_OF_IMAGE, _START_OF_IMAGE, _START_OF_SCAN = 0xD9, 0xD8, 0xDA
 
@@ -149,8 +150,8 @@ _PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 _SRGB = ImageCms.createProfile("sRGB")
 
 NICENESS = 10
-"""Makes the API's event loop take priority. Under contention, this process still gets a tenth of a
-core.
+"""Makes the API's event loop take priority over this process. Under contention, this process still
+gets a tenth of a core.
 """
 CPU_LIMIT_S = 6
 """Maximum CPU seconds for an image sent by a caller. 25 megapixels take 0.6 to 1.8 s, depending on
@@ -269,12 +270,13 @@ def _prepare_image(
     with _open_image(_without_metadata(data), SOURCE_FORMATS) as image:
         shape = image.size
         _scale_transparent_color(image)
-        # The orientation of a PNG may come after its pixels. Until it is known, assume upright.
+        # The orientation of a PNG may come after its pixels. Until it is known, assume that the
+        # image is upright.
         target = _inner(command) or size_like(*shape, command.limits)
         if isinstance(image, JpegImageFile):
             target = _target(image, shape, command)
             width, height = _swap_if_sideways(target, image)
-            # The decoder skips detail that the target does not need.
+            # The decoder skips detail that the target size does not need.
             image.draft(None, (2 * width, 2 * height))
         # If the image is rotated later, the other side may be the longer one.
         padded_bytes = max(
@@ -320,14 +322,14 @@ def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
 
 
 def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
-    """Returns the image with its edge pixels repeated outward."""
+    """Returns the image, extended outward by repeating its edge pixels."""
     if padding == UNPADDED:
         return image
     left, above, right, below = padding
     (width, height), (across, down) = image.size, (left + right, above + below)
     padded = Image.new(image.mode, (width + across, height + down))
     padded.paste(image, (left, above))
-    # Fill the left and right first, then whole rows.
+    # Fill the left and right sides first, then entire rows.
     columns = ((left, 0, 0), (right, width - 1, left + width))
     rows = ((above, above, 0), (below, above + height - 1, above + height))
     for count, source, target in columns:
@@ -411,8 +413,8 @@ def _white(strip: Image.Image) -> Image.Image:
 def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
     """Returns the mask with soft edges. Pixels that were 0 stay 0.
 
-    Half of a Gaussian edge lies inside the mask. It is stretched so that a straight edge is 0 at
-    the boundary and reaches 255 three radii inside.
+    Half of a Gaussian edge lies inside the mask. The edge is stretched so that a straight edge is 0
+    at the boundary and reaches 255 three radii inside.
 
     Raises:
         _NotDrawnError: the blurred mask is empty.
@@ -493,8 +495,8 @@ def _scale_transparent_color(image: Image.Image) -> None:
     """Adjusts a PNG's transparent color (tRNS) to the bit depth its pixels will have.
 
     Raises:
-        _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps eight of those bits, so other
-            colors would become transparent too.
+        _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps only eight of those bits, so
+            other colors would become transparent too.
     """
     tile: Any = next(iter(getattr(image, "tile", ())), None)
     if image.format != "PNG" or tile is None or "transparency" not in image.info:
@@ -512,7 +514,7 @@ def _orientation(image: Image.Image) -> int:
     """Returns the EXIF orientation, from 1 to 8, or 1 (upright) if there is none."""
     try:
         tag = image.getexif().get(ExifTags.Base.Orientation, 1)
-        # Numbers of a nonstandard type arrive as bytes or in a tuple.
+        # Values with a nonstandard type arrive as bytes or in a tuple.
         (tag,) = tag if isinstance(tag, bytes | tuple) else (tag,)
         orientation = int(tag)
     except Exception:
@@ -549,7 +551,7 @@ def _cost_bytes(
         # A progressive JPEG is stored as full-size two-byte coefficients, no matter what size it is
         # decoded to.
         loading += 8 * shape[0] * shape[1]
-    # The orientation may come after the pixels, so allow for either one.
+    # The orientation may come after the pixels, so allow for either orientation.
     targets = [target, target[::-1]] if target else []
     resized_bytes = max(
         [_compute_reduced_bytes(image.size, size) for size in targets], default=4 * pixels
@@ -612,7 +614,7 @@ def _in_srgb(image: Image.Image, source: Image.Image) -> Image.Image:
 
 
 def _flat(image: Image.Image) -> Image.Image:
-    """Returns the image on a white background, without transparency."""
+    """Returns the image composited onto a white background, without transparency."""
     if image.mode in ("F", "I"):
         raise _NotDrawnError(
             "32 bits per channel are not supported; send the image with 8 or 16 bits per channel"
@@ -631,9 +633,9 @@ def _flat(image: Image.Image) -> Image.Image:
 def _with_8_bits(image: Image.Image) -> Image.Image:
     """Converts a 16-bit gray image to 8 bits, with alpha if one of the grays is transparent.
 
-    Pillow by itself would turn all values above 255 white.
+    Without this, Pillow would turn all values above 255 white.
     """
-    wide = image.convert("I")  # the mode that accepts tables of 65,536 entries
+    wide = image.convert("I")  # the mode that accepts lookup tables of 65,536 entries
     gray = wide.point(_TO_8_BITS, "L")
     clear = image.info.get("transparency")
     if clear is None:

@@ -1,8 +1,8 @@
 """Files that callers upload before creating the predictions that use them.
 
 The object store holds each file's data and document. Both count toward the tenant's quota and are
-removed after the file expires (api/inputs/storage.py). Expired files are not served. Calls raise
-Unavailable if the object store is unreachable.
+removed after the file has expired (api/inputs/storage.py). Expired files are not served. Calls
+raise Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Files:
 
         Args:
             name: file name set by the caller.
-            keep_s: seconds until it expires, at most KEEP_S.
+            keep_s: seconds until the file expires, at most KEEP_S.
             reservation: the reservation from `receiving`, or None to reserve room here.
 
         Raises:

@@ -233,8 +233,9 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     """Checks that a model's pipeline accepts a request's fields.
 
     Args:
-        model: the model to check. If its interface is not known here, its workers check the fields.
-        mode: the kind of input that the image is drawn from.
+        model: the model to check. If its interface is not known here, the model's workers check the
+            fields.
+        mode: the kind of input on which the generated image is based.
 
     Raises:
         BadInput: the model does not accept a field or the mode.
@@ -310,7 +311,7 @@ def show_files(raw_input: Mapping[str, Any], urls: Mapping[str, str]) -> dict[st
     """Returns an input with files replaced by their URLs.
 
     Args:
-        urls: URLs of the files that were inline in the input, keyed by slot.
+        urls: URLs of the files that were sent inline in the input, keyed by slot.
     """
     result = dict(raw_input)
     if MORE_CONTROLS in result:

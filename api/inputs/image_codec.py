@@ -72,12 +72,12 @@ class ImageCodec:
 
         Args:
             data: a file in one of the formats listed in codec_server.py.
-            size: output width and height in pixels. None means the source's aspect ratio with the
-                model's default pixel count.
+            size: output width and height in pixels. None means a size with the source's aspect
+                ratio and the model's default pixel count.
             deadline_s: Unix time at which to stop the work.
             tenant: the tenant who sent the file. Tenants take turns.
-            padding: padding around the image, filled with its edge pixels. It is part of `size`,
-                but is added to the default pixel count.
+            padding: padding to add around the image, filled with the image's edge pixels. It is
+                part of `size`, but is added to the default pixel count.
 
         Raises:
             BadInput: the file is not an image in a supported format, or is damaged.
@@ -139,7 +139,7 @@ class ImageCodec:
     ) -> Blob:
         """Returns a source's mask as models expect it: an upright gray PNG at the output size.
 
-        255 is redrawn, 0 keeps the source, and values in between are blended.
+        255 redraws, 0 keeps the source, and values in between blend the two.
 
         Args:
             data: a file in one of the formats listed in codec_server.py, with the same dimensions
@@ -152,8 +152,8 @@ class ImageCodec:
             padding: the source's padding, which is always redrawn.
 
         Raises:
-            BadInput: the file is not an image in a supported format, has different dimensions, or
-                masks nothing.
+            BadInput: the file is not in a supported image format, has different dimensions, or
+                leaves nothing to redraw.
             InputTooLarge: as in `prepare_source`, which also describes Overloaded,
                 DeadlineExceeded, and Unavailable.
         """
@@ -186,7 +186,8 @@ class ImageCodec:
             deadline_s: Unix time at which to stop the work.
             is_new: True if the call may be rejected. The current request's results must not be
                 rejected.
-            tenant: the tenant whose turn is used. All unknown callers share the empty tenant.
+            tenant: the tenant whose turn this call uses. All unknown callers share the empty
+                tenant.
 
         Raises:
             Overloaded: too many images are waiting to be encoded.
@@ -226,7 +227,9 @@ class ImageCodec:
         return encoded
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
-        """Returns two PNGs' peak signal-to-noise ratio in dB. It is 100 if they are equal.
+        """Returns the peak signal-to-noise ratio of two PNGs, in dB.
+
+        Returns 100 if they are identical.
 
         Args:
             deadline_s: Unix time at which to stop the work.
@@ -251,7 +254,7 @@ async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     it.
 
     Raises:
-        BadInput: it is not a base64 data: URI.
+        BadInput: the URI is not a base64 data: URI.
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.lower().endswith(";base64"):

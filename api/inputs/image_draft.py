@@ -2,11 +2,11 @@
 
 Image endpoints, image model predictions, and batch lines all build their images here.
 
-An adapter (LoRA) may be specified by its file's URL, if the catalog allows that URL. The API
-fetches the file like any other input. From then on, the cache, rows, and workers identify the
-adapter by the fetched file's digest, no matter what the URL returns later. A caller who appends
-`#sha256=…` to the URL gets that file, or an error. Fetched files are remembered per tenant, so no
-one gets an adapter whose URL they can't open.
+An adapter (LoRA) can be specified by its file's URL if the catalog allows that URL. The API fetches
+the file like any other input. From then on, the cache, rows, and workers identify the adapter by
+the fetched file's digest, no matter what the URL returns later. A caller who appends `#sha256=…` to
+the URL gets the file with that digest, or an error. Fetched files are remembered per tenant, so no
+tenant can get an adapter whose URL it can't access.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ImageDraft:
         model: the model that draws the images.
         size: requested width and height. None: the source's or control's size if there is one,
             otherwise the model's default.
-        owner: owns the files, and counts the work done on them.
+        owner: the files' owner, which counts the work done on them.
         images: fetches and stores the files.
     """
 
@@ -94,7 +94,7 @@ class ImageDraft:
         self._inline: dict[str, FetchedFile] = {}
 
     async def fetch(self, files: Mapping[str, bytes | str]) -> None:
-        """Fetches all files specified by URL, concurrently.
+        """Concurrently fetches all files specified by URL.
 
         Args:
             files: each file's data or URL, keyed by its slot in the request.
@@ -120,7 +120,7 @@ class ImageDraft:
             source: the image to start from, or None to draw from the prompt.
 
         Raises:
-            BadInput: the model can't draw it, or a file is not an image or is damaged.
+            BadInput: the model can't draw the image, or a file is damaged or not an image.
             Overloaded: too many images are waiting to be decoded, or too many files are being
                 fetched.
             DeadlineExceeded: an image was not decoded in time.
@@ -135,7 +135,7 @@ class ImageDraft:
         return await self._adapt(first)
 
     async def store(self, first: ImageInput) -> ImageInput:
-        """Returns an image ready for sending, with large sources moved to the object store.
+        """Returns an image ready to send, with large sources moved to the object store.
 
         Raises:
             Unavailable: the object store is unreachable.

@@ -1,4 +1,4 @@
-"""Fetches and stores the files that inputs refer to: images, and files of any kind.
+"""Fetches and stores the files that inputs refer to: images and any other kind of file.
 
 Inputs refer to files by data: URI, by the ID or URL of one of this API's files or results, or by an
 https URL on another server (api/inputs/url_fetcher.py).
@@ -156,7 +156,7 @@ class SourceImages:
     async def fetch_elsewhere(
         self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
     ) -> dict[str, FetchedInput]:
-        """Fetches files from other servers concurrently, each of them only once.
+        """Fetches files from other servers concurrently, each only once.
 
         Args:
             wanted: each file's URL and field.
@@ -205,7 +205,7 @@ class SourceImages:
     async def fetch_for_workers(
         self, url: str, caller: ImageCaller, field: str, rules: FileRules, keep_s: float
     ) -> tuple[str, str]:
-        """Fetches, from another server, a file that only workers read.
+        """Fetches a worker-only file from another server.
 
         Args:
             keep_s: how many seconds to remember the file, so that it is not downloaded again.
@@ -288,8 +288,8 @@ class SourceImages:
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
         """Stores a data: URI's data as a file, and returns its URL.
 
-        Records do not contain files. The file is kept as long as the prediction and is named after
-        its input, as in error messages.
+        Records do not contain files. The file is kept as long as the prediction and gets the
+        input's name, which error messages also use.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -331,9 +331,9 @@ def _split_url(url: str, caller: ImageCaller, field: str) -> tuple[str, str, str
     """
     if not url.startswith(f"{caller.base_url}/"):
         return "", url, ""
-    if len(url) > MAX_URL_CHARS:  # it becomes part of the record
+    if len(url) > MAX_URL_CHARS:  # the URL becomes part of the record
         raise BadInput(f"{field}: must be at most {MAX_URL_CHARS} characters", field=field)
-    # It is split manually because urlsplit raises on `//[`.
+    # Split manually because urlsplit raises on `//[`.
     path, _, query = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
     folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
     return folder, name, query

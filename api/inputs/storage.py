@@ -43,8 +43,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
-"""Replicate keeps files for the same amount of time, as does the bucket, for objects under
-`files/`.
+"""Replicate keeps files for the same amount of time, as does the bucket for objects under `files/`.
 """
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
 """The default for the `files_max_bytes` setting."""
@@ -63,19 +62,19 @@ LOOK_AGAIN_S = 60.0
 Another instance may have stored files that expire earlier than any seen here.
 """
 MAX_OWNERS = 1000
-"""Number of tenants for which the last removal and the last check are remembered."""
+"""Number of tenants whose last removal and last check are remembered."""
 CHECKED_S = 10.0
 """How long a check is valid. A tenant can exceed its quota by as many results as arrive during this
 period.
 """
 _WHAT_TO_DO = "delete files that you no longer need or wait for them to expire"
 ABANDONED_S = 3600.0
-"""How long to keep data without a document, left behind by an interrupted upload."""
+"""How long to keep data that an interrupted upload left without a document."""
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
 FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
-"""Folders that are not divided by tenant. On Google Cloud, the bucket's lifecycle rules remove
-their objects after Terraform's `objects_days`.
+"""Folders not organized by tenant. On Google Cloud, the bucket's lifecycle rules remove their
+objects after Terraform's `objects_days`.
 """
 OLDEST_S = 31 * 24 * 3600.0
 """Retention is limited to 30 days, no matter what plans and requests specify."""
@@ -123,7 +122,7 @@ class _Removal(NamedTuple):
     removed: int
     """Number of removed objects."""
     next_s: float
-    """Unix time before which none of the remaining listed files can expire."""
+    """Earliest Unix time at which any of the remaining listed files can expire."""
 
 
 class _Checked(NamedTuple):
@@ -210,7 +209,7 @@ class Storage:
             )
 
     async def hold(self, tenant: str, size_bytes: int, until_s: float) -> None:
-        """Counts bytes stored outside the tenant's folders, until `until_s` (Unix time)."""
+        """Counts bytes stored elsewhere toward the tenant's quota until `until_s` (Unix time)."""
         await hold(self.objects, tenant, size_bytes, until_s)
 
     async def _list_objects(self, owner: str) -> _Listed:
@@ -384,7 +383,7 @@ class StorageReservation:
         self._renew_at_s = 0.0
 
     async def cover(self, size_bytes: int) -> None:
-        """Makes sure there is space for a file of `size_bytes` so far.
+        """Makes sure there is space for a file that has `size_bytes` so far.
 
         Raises:
             StorageFull: the quota is used up.
@@ -467,16 +466,16 @@ async def _sweep_forever(storage: Storage) -> None:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Retrieves an error that nothing may be awaiting anymore, so that asyncio does not log it."""
+    """Retrieves an error that may no longer have an awaiter, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:
-    """Returns whether an entry in LISTED, which is named by its countdown, is older than KEEP_S."""
+    """Returns whether a LISTED entry, whose name starts with a countdown, is older than KEEP_S."""
     return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
-    """Returns whether a reservation, which is named by its end time, has expired."""
+    """Returns whether a reservation, whose name starts with its end time, has expired."""
     return int(name.split("_")[0]) <= now_s

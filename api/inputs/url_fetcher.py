@@ -4,9 +4,9 @@ Every address is checked before connecting, and again at each redirect (shared/w
 A body is stored in the object store as it arrives, so even a large body needs only enough memory
 for one part. Bytes, time, redirects, and concurrent fetches are limited.
 
-A file with an ETag is not downloaded again as long as its request exists, because a repeated
-request only checks whether the file has changed. On each instance, a tenant's concurrent requests
-for the same URL share one download.
+A file with an ETag is not downloaded again while its request exists, because a repeated request
+only checks whether the file has changed. On each instance, a tenant's concurrent requests for the
+same URL share one download.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class FileRules(NamedTuple):
     sha256: str = ""
     """The digest the caller expects, in hex.
 
-    A remembered file with this digest is not requested again. The caller checks fetched files'
-    digests. Empty if the caller has no expectation.
+    A remembered file with this digest is not requested again. The caller checks the digests of
+    fetched files. Empty if the caller does not expect a specific digest.
     """
 
 
@@ -184,8 +184,8 @@ class UrlFetcher:
         self._resolve = resolve
         self._permits = FairPermits(MAX_AT_A_TIME)
         self._downloads: dict[_Download, asyncio.Future[FetchedInput | PenstockError | None]] = {}
-        """Downloads in progress. Each produces the file, the server's error, or None if the request
-        that started the download stopped it.
+        """Downloads in progress. Each resolves to the file, the server's error, or None if the
+        request that started the download stopped it.
         """
 
     @property
@@ -266,7 +266,7 @@ class UrlFetcher:
     async def _download_once(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
-        """Returns the file and whether it was `fetched` or is `unchanged`.
+        """Returns the file, marked as `fetched` or `unchanged`.
 
         Other requests may share the download.
         """
@@ -275,7 +275,7 @@ class UrlFetcher:
         try:
             outcome, end = await self._fetch_once(download, until_s, keep_until_s)
         except (_OutOfTime, Overloaded):
-            raise  # others may have more time left
+            raise  # other requests may have more time left
         except PenstockError as error:
             outcome = error
             raise
@@ -400,7 +400,7 @@ class _Fetch:
             BadInput: the URL is too long.
             UrlForbidden: files may not be fetched from there.
         """
-        if len(target) > MAX_URL_CHARS:  # it becomes part of the record
+        if len(target) > MAX_URL_CHARS:  # the URL becomes part of the record
             raise BadInput(f"must be at most {MAX_URL_CHARS} characters")
         parsed = parse_public_url(target, self.reach)
         if not self.hosts.allow(parsed):
@@ -546,7 +546,7 @@ async def _store(
     room: StorageReservation,
 ) -> _Stored:
     """Stores a body as it arrives. `head` is the part that has already arrived."""
-    # The body's digest, which is its key, is not known until all of it has arrived.
+    # The body's digest, which is used as the key, is not known until the whole body has arrived.
     passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
     digest, sha256 = hashlib.blake2b(head, digest_size=32), hashlib.sha256(head)
     size_bytes = len(head)
@@ -600,7 +600,7 @@ def _authorities(path: str) -> ssl.SSLContext | None:
 
 
 def _of_field(error: PenstockError, field: str) -> PenstockError:
-    """Returns the same error, with the field's name."""
+    """Returns the same error with the field's name added."""
     if isinstance(error, Overloaded):
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):

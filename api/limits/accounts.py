@@ -271,8 +271,8 @@ class RowsAsk(NamedTuple):
     seen: float = 0.0
     """`used` minus `raised` at that reading."""
     lowers: bool = False
-    """Also subtract the excess over the rows, if no request in flight has reserved any of the
-    budget.
+    """True to also subtract any excess over the rows if no request in flight has reserved any of
+    the budget.
     """
 
 
@@ -297,7 +297,7 @@ def budget_name(holder: BudgetHolder) -> str:
 
 
 def scripts(clock: str = CLOCK) -> tuple[Script, Script, Script, Script, Script]:
-    """Returns the scripts that take, register, read totals, compare with rows, and read the age."""
+    """Returns the scripts for taking, registering, totals, comparing with rows, and the age."""
     return (
         load_script(clock, "api/limits/months.lua", "api/limits/take.lua"),
         load_script(clock, "api/limits/register.lua"),
@@ -318,7 +318,7 @@ class LimitStore(RedisStore):
     Args:
         redis_url: `redis://`, `rediss://`, or `unix://` URL, the same for all instances.
         timeout_s: time limit for one round trip.
-        clock: file with Redis's time. Replaced by tests.
+        clock: script file that reads Redis's time. Replaced by tests.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class LimitStore(RedisStore):
         """Numbers of pending calls, lowest first."""
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Takes the amounts in all asks, or nothing if any of them does not fit.
+        """Takes the amounts in all the asks, or nothing if any amount does not fit.
 
         Raises:
             AnswerLost: Redis did not respond, but may have counted the asks. Also raised if Redis
@@ -382,7 +382,7 @@ class LimitStore(RedisStore):
         If a copy of the call arrives later, it has no effect.
 
         Args:
-            asks: the call's asks, except for slots.
+            asks: the call's asks, except any for slots.
 
         Raises:
             Unavailable: Redis did not respond. Try again.
@@ -402,7 +402,7 @@ class LimitStore(RedisStore):
         Does nothing if the hold has already been settled.
 
         Args:
-            asks: asks without a need, with the amounts to return.
+            asks: asks that have no need, only amounts to return.
 
         Raises:
             Unavailable: Redis did not respond, but may have settled it.
@@ -454,7 +454,7 @@ class LimitStore(RedisStore):
         return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)
 
     async def compare(self, asks: Sequence[RowsAsk]) -> list[BudgetReading]:
-        """Adds to budgets the amounts that are in their rows but missing from Redis.
+        """Adds the amounts that are in the budgets' rows but missing from Redis.
 
         Returns the resulting budgets.
 
@@ -503,7 +503,7 @@ class LimitStore(RedisStore):
         """Stores marks, keyed by counter name, and deletes others. The remaining marks stay.
 
         Args:
-            removed: names of the counters whose marks are deleted, before any are stored.
+            removed: names of the counters whose marks are deleted before new ones are stored.
 
         Raises:
             Unavailable: Redis did not respond. Redis may have deleted marks, or completed the whole

@@ -37,7 +37,7 @@ CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 RETRY_S = 60.0
 """Pause after a check fails or can't read the rows."""
 SETTLE_S = 10.0
-"""Age by which a new Redis server has every instance's report of spending without Redis. An
+"""Age at which a new Redis server surely has all instances' reports of spending without Redis. An
 instance notices within MAX_RETRY_S that Redis is back, and reports on its next round trip.
 """
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     at_s: float
     """Unix time, by Redis's clock."""
     seen: dict[int, float]
-    """The amount used at that time, minus the amount added from rows, for each month."""
+    """For each month, the amount used at that time, minus the amount added from rows."""
     due_s: float = 0.0
     """Unix time of the next check. 0 if there are no more checks."""
     checks: int = 0
@@ -111,12 +111,13 @@ class BudgetMarks:
         """
         if await self._store.read_age_s() < SETTLE_S:
             return False
-        # assumed until Redis denies it, because the response may be lost or this task may be
-        # canceled
+        # the lock is assumed to be held until Redis denies it, because the response may be lost or
+        # this task may be canceled
         is_locked = True
         try:
             is_locked = await self._store.lock_marks()
-            # Read under the lock, because an old directory would remove another instance's marks.
+            # Read under the lock, because a stale directory could cause another instance's marks to
+            # be removed.
             budgets = self._budgets() if is_locked else None
             if budgets is None:
                 return False
@@ -143,7 +144,7 @@ class BudgetMarks:
             await self._put(await self._check_due(budgets, due, now_s))
 
     async def _mark_now(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
-        """Returns marks for the current moment, which are due immediately."""
+        """Returns marks for the current time, due immediately."""
         month = int(month_of(now_s))
         asks = [
             RowsAsk(name, compared_month) for name in names for compared_month in (month, month - 1)
@@ -195,7 +196,7 @@ def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -
 
 
 def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) -> Mark:
-    """Returns the mark after a check.
+    """Returns the updated mark after a check.
 
     The mark moves to the current time if none of the budget is reserved.
     """

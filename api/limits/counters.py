@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
 """How long before a dead instance's slots and registrations are freed."""
 LEASE_S = 0.25
-"""LEASE_BUCKETS in take.lua: a window covers amounts taken in it that are still usable."""
+"""See LEASE_BUCKETS in take.lua: a window includes amounts taken in it that are still usable."""
 BLOCK_S = 0.25
 """How long a rejection is repeated without querying Redis again."""
 RECENT_S = 1.0
@@ -93,7 +93,7 @@ class Standing(NamedTuple):
 
 
 class Counter(ABC):
-    """One limit, as far as this instance knows it.
+    """One limit, as known to this instance.
 
     Args:
         key: counter name, which is also used in Redis.
@@ -162,7 +162,7 @@ class Counter(ABC):
         """Returns the amount granted for an ask whose response was lost.
 
         Args:
-            answer: the amount Redis had already counted, or counts now.
+            answer: the amount that Redis had already counted or has now counted.
         """
         if answer.granted:
             self.give_back(answer.granted, answer.period, now_s)
@@ -211,7 +211,7 @@ class Counter(ABC):
 
 
 class LeasedCounter(Counter):
-    """A limit on usage within a period, in units that are consumed."""
+    """A limit on the units consumed within a period."""
 
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
@@ -420,14 +420,14 @@ class MonthCounter(LeasedCounter):
             self.used, self.is_known = used, True
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Reports again, on the next round trip, the amounts that may be returned."""
+        """On the next round trip, reports the returnable amounts again."""
         super().abandon(ask, need, is_lost=is_lost)
         if not is_lost:
             self._end_asking(ask)
             self._has_told(ask)
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
-        """Also records that Redis knows the amounts taken without it."""
+        """Also records that Redis now knows about the amounts taken without it."""
         super().resolve(ask, answer, now_s)
         self._end_asking(ask)
         self._has_told(ask)
@@ -443,7 +443,7 @@ class MonthCounter(LeasedCounter):
         self._telling = [other for other in self._telling if other is not ask]
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether to return an amount, or report that less may be returned than assumed."""
+        """Returns whether to return an amount or report that less than assumed may be returned."""
         if self._reserved and now_s >= self._reported_s + SLOTS_S / 2:
             return True
         is_over = self._reported > self._reserved + self._left + ROUNDING_USD
@@ -451,7 +451,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether there is nothing to return now or later, and Redis knows it."""
+        """Returns whether nothing is left to return, now or later, and Redis has been notified."""
         is_known = not self._telling and self._reported < ROUNDING_USD
         return super().is_idle and not self._reserved and is_known
 

@@ -50,7 +50,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     price: ItemPrice
     takings: list[Taking]
     step_prices: list[ItemPrice] = []
-    """For a flow, each step's terms."""
+    """For a flow, each step's pricing terms."""
 
     def count_unreported(self) -> RequestDemand:
         """Returns the usage to count if a worker took the prediction but never reported back.
@@ -95,7 +95,7 @@ class LimitedRequest:
 
     Args:
         model: the model that runs the request.
-        headers: response headers. The rate-limit headers are added to them.
+        headers: response headers. The rate-limit headers are added here.
         received_at_s: Unix time at which the request arrived. Its rows use this time.
         longest_s: maximum compute time in seconds. None means the model's maximum.
         price_share: fraction of the list price that the request pays.
@@ -198,7 +198,7 @@ class LimitedRequest:
         return self._hold
 
     def end(self) -> None:
-        """Ends the hold after the context.
+        """Ends the hold after the context exits.
 
         Nothing remains in flight, and Redis has the remaining amounts.
         """
@@ -289,17 +289,17 @@ def sum_usage(
     charged: Sequence[ItemOutcome] | None = None,
     step_prices: Sequence[ItemPrice] = (),
 ) -> RequestDemand:
-    """Returns the items' usage to count toward limits, including their charge.
+    """Returns the items' usage that counts toward limits, including their charge.
 
     Args:
         price: the items' terms.
         charged: the outcomes as delivered. None means they are the same as `outcomes`.
-        step_prices: for a flow, each step's terms. The items then belong to the steps.
+        step_prices: for a flow, each step's pricing terms. The items then belong to the steps.
     """
     delivered = outcomes if charged is None else charged
     if step_prices:
         priced = [(step_prices[step_of(outcome.index)], outcome) for outcome in delivered]
-        if unit == "work":  # a flow's models have different units, so each item counts as one
+        if unit == "work":  # a flow's models use different units, so each item counts as one unit
             work = float(sum(_is_computed(outcome) for outcome in outcomes))
         else:  # for image requests, count only the work for items to draw
             own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]

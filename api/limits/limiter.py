@@ -384,7 +384,7 @@ class Limiter:
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
-        self.touch(counter for counter, _ in missing)  # Redis is informed as soon as it is back up
+        self.touch(counter for counter, _ in missing)  # Redis is notified as soon as it is back up
 
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
@@ -437,7 +437,7 @@ class Limiter:
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
-        """Waits until a request that reserved part of one of the account's budgets finishes.
+        """Waits for a request that reserved part of one of the account's budgets to finish.
 
         Each finished request wakes one waiter, and `wake_all_next` wakes the next. Requests on
         other instances do not wake waiters, so try again when the time is up.
@@ -613,7 +613,7 @@ class Reservation:
         ]
 
     def hand_over(self) -> None:
-        """Leaves the amounts to whichever instance settles the hold. Only items in flight remain.
+        """Leaves the amounts for whichever instance settles the hold. Only items in flight remain.
 
         Amounts that are handed over may still be returned, so they are not spent.
         """
@@ -627,7 +627,7 @@ class Reservation:
         self._end()
 
     def leave(self, *, is_charged: bool) -> None:
-        """Ends the reservation without knowing actual usage, so the reserved amounts are counted.
+        """Ends the reservation with unknown usage, so the reserved amounts are counted.
 
         Nothing remains in flight here.
 

@@ -22,7 +22,7 @@ class Preparation:
 
     Args:
         model: the model the request is for.
-        headers: response headers. The rate-limit headers are added to them.
+        headers: response headers. The rate-limit headers are added here.
         received_at_s: Unix time at which the request arrived.
     """
 

@@ -4,7 +4,7 @@ A budget's counter is the sum of its rows (docs/reference/limits.md), so the row
 determine the correct counters for this month and the previous month. Only budgets currently set for
 a plan or a key are restored.
 
-It may run while requests arrive, and several runs may be concurrent. It reads a counter, then the
+It can run while requests are arriving, and several runs can overlap. It reads a counter, then the
 rows for requests completed before that reading, and adds the amount by which the rows exceed the
 counter. Amounts reserved by requests in flight at that moment are counted as if their rows existed.
 As a result, no counter ends up higher than its rows, but the counter for a budget in use may still
@@ -57,12 +57,12 @@ async def restore(
     writes: bool = True,
     now_s: float | None = None,
 ) -> list[Restored]:
-    """Adds to budget counters the amounts that are in rows but missing from Redis.
+    """Adds amounts that are in rows but missing from Redis to the budget counters.
 
     Args:
         lowers: True to also lower a counter that exceeds its rows. Use this only when no requests
             are in flight and all rows have arrived.
-        writes: False to only compare them.
+        writes: False to compare the amounts without changing anything.
         now_s: Unix time, or None for now.
 
     The counters that differ.

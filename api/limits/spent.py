@@ -16,7 +16,7 @@ QUERY_LIMIT_S = 20.0
 
 
 class SpentQuestion(NamedTuple):
-    """A query for the charges for all requests completed before a given time."""
+    """A query for the charges of all requests completed before a given time."""
 
     holder: BudgetHolder
     before_s: float
@@ -27,7 +27,7 @@ class SpentReader(Protocol):
     """Adds up rows. Calls block, so they run in threads."""
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
-        """Returns each question's total in US dollars, for the month and the previous month.
+        """Returns each question's totals in US dollars for the given month and the previous one.
 
         Args:
             month: months since January of year 0, as counted by `month_of`.

@@ -1,8 +1,8 @@
 """POST /v1/ocr as in Mistral's OCR API: reads a document page by page.
 
 A custom model with `api: ocr` in its entry reads the document. Its inputs and outputs are described
-in shared/models/tasks/custom.py. It yields pages, so a document that runs as a prediction can also
-be streamed. Work is measured in pages. https://docs.mistral.ai/api/endpoint/ocr
+in shared/models/tasks/custom.py. The model yields pages, so a document processed as a prediction
+can also be streamed. Work is measured in pages. https://docs.mistral.ai/api/endpoint/ocr
 
 A flow can also read the document, with one item per page. Its output contains a separate document
 for each page, plus the page numbers.
@@ -279,7 +279,7 @@ class OcrEndpoint(Endpoint):
     """Batch lines with the same body as POST /v1/ocr."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its document is loaded when the line runs."""
+        """Returns one item. The document is loaded when the line runs."""
         body = OcrBody.model_validate_json(data, strict=True)
         model = catalog.serving("ocr", body.model)
         ocr_input = _read_fields(body, model)
@@ -380,7 +380,7 @@ def _failure_of(body: OcrBody, snapshot: PredictionSnapshot) -> PenstockError:
     plan = plan_of(snapshot.prediction)
     failure, reply = snapshot.failure, snapshot.record.reply
     if isinstance(failure, BadInput):
-        return failure  # the step's error is about an input of the flow
+        return failure  # the step's error is about one of the flow's inputs
     for outcome in reply.outcomes if reply is not None else ():
         error, step = outcome.error, plan.steps[step_of(outcome.index)]
         if error is None or step.has_default:

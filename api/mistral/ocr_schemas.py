@@ -168,7 +168,7 @@ class OcrBody(Body):
 
     @property
     def wanted_pages(self) -> str | None:
-        """The pages in the format custom classes use.
+        """The pages, in the format that custom classes use.
 
         There is exactly one way to write each set of pages.
 
@@ -217,7 +217,7 @@ def _ranges_of(pages: Sequence[int] | str) -> str:
 
 
 class OcrDimensions(msgspec.Struct):
-    """A page's size as processed. Coordinates are in pixels relative to this size."""
+    """The size at which a page was processed. Coordinates are in pixels relative to this size."""
 
     dpi: int
     height: int

@@ -1,9 +1,9 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, directly and in batches.
 
-Custom models with the matching `api` in their entries produce them. Their inputs and outputs are
-described in shared/models/tasks/custom.py. A transcriber streams segments, so its response can be
-streamed too. A streamed response is a prediction, as with chats. Work and `usage` are measured in
-seconds of audio.
+Custom models with the matching `api` in their entries produce the transcripts. Their inputs and
+outputs are described in shared/models/tasks/custom.py. A transcriber streams segments, so its
+response can be streamed too. A streamed response is a prediction, as with chats. Work and `usage`
+are measured in seconds of audio.
 
 A batch line specifies its recording by URL in `url`, as in Groq's API
 (https://console.groq.com/docs/batch), or by upload ID in `file`. OpenAI's batches do not support
@@ -260,7 +260,7 @@ class _Transcript:
         (result,) = check_results((outcome.result for outcome in outcomes), CustomResult, model)
         self.elements = _elements(result.output)
         seconds = result.work
-        if isinstance(model, Flow):  # it does not have a unit of work
+        if isinstance(model, Flow):  # a flow has no unit of work
             seconds = max(1, math.ceil(self.elements[0].duration)) if self.elements else 1
         self.usage = DurationUsage(seconds)
         self.text = "".join(element.text for element in self.elements).lstrip()
@@ -385,7 +385,7 @@ class _LinesOf(Endpoint):
     body_type: ClassVar[type[TranscriptionLine | TranslationLine]]
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item. Its recording is loaded when the line runs."""
+        """Returns one item. The recording is loaded when the line runs."""
         body = self.body_type.model_validate_json(data, strict=True)
         model = catalog.serving("transcription", body.model)
         item = _read_input(body, model, self.mode)

@@ -206,7 +206,7 @@ class TranslationLine(TranslationForm):
 
 
 class TranscriptionLine(TranscriptionForm):
-    """A batch line's body. It identifies its recording by ID or URL."""
+    """A batch line's body. A line identifies its recording by ID or URL."""
 
     file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
 

@@ -92,7 +92,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Input tokens that did not need to be computed again."""
+    """Input tokens that did not need to be recomputed."""
 
     cached_tokens: int = 0
 
@@ -143,9 +143,9 @@ class BatchObject(msgspec.Struct, kw_only=True):
     completion_window: Literal["24h"] = "24h"
     object: Literal["batch"] = "batch"
     api_key_id: str | msgspec.UnsetType | None = msgspec.UNSET
-    """Extension: the public ID of the API key that created it.
+    """Extension: the public ID of the API key that created the batch.
 
-    Only in lists with `include=api_key_id`.
+    Present only in lists with `include=api_key_id`.
     """
 
 
@@ -291,7 +291,7 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)
 async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
-    """Returns a batch and the number of its lines that have finished."""
+    """Returns a batch, including how many of its lines have finished."""
     return encode_json(build_batch_object(await _find(call, batch_id, batches)))
 
 

@@ -162,7 +162,7 @@ async def create_conversation(
 ) -> Response:
     """Responses that specify this `conversation` continue it.
 
-    It is kept for as long as responses are.
+    Conversations are kept for as long as responses are.
     """
     body = await call.read_json(ConversationBody)
     items = await items_to_add(call, body.items or [], catalog, recording)

@@ -174,7 +174,7 @@ async def cut_texts(
     """Splits texts into windows, using tokens from a worker.
 
     Raises:
-        BadInput: windows would be too long for the model, or too many.
+        BadInput: the windows would be too long for the model, or there would be too many.
     """
     parts = [sections_of(text, model.text.max_input_bytes) for text in texts]
     sections_to_tokenize = [TextToTokenize(section) for sections in parts for section in sections]

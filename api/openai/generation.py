@@ -165,7 +165,7 @@ def _is_mixed(schema: dict[str, Any], *, is_branch: bool) -> bool:
 
 
 def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields all nested schemas, and whether each is a branch of a schema with properties."""
+    """Yields each nested schema, with True if it is a branch of a schema with properties."""
     waiting = [(schema, False)]
     while waiting:
         subschema, is_branch = waiting.pop()
@@ -239,7 +239,7 @@ def extract_message_text(text: str) -> str:
 def read_cut_call(
     text: str, names: Collection[str], id_seed: str, *, is_whole: bool
 ) -> tuple[str, CalledTool | None]:
-    """Splits a truncated text into the part before its last call, and the call itself.
+    """Splits truncated text into the part before its last call and the call itself.
 
     Args:
         text: the text that `read_tool_calls` returned.
@@ -274,9 +274,9 @@ class BegunCall(NamedTuple):
 
 
 def read_begun_call(text: str) -> BegunCall | None:
-    """Returns the call at the start of a text, once its name is complete.
+    """Returns the call at the start of the text, once its name is complete.
 
-    The arguments parsed from a longer text start with those parsed from a shorter one.
+    When the text grows, the new arguments start with the previously parsed ones.
     """
     start = _WHOLE_CALL.match(text)
     return _parse_begun_call(text, start.end()) if start else None

@@ -73,7 +73,7 @@ class StreamedImage(msgspec.Struct):
 
 
 class ImagePosition(NamedTuple):
-    """A reader's position: the last preview's `cursor`, previews per image, and complete images."""
+    """A reader's position: last preview's `cursor`, images completed, and previews per image."""
 
     cursor: str
     completed: int
@@ -209,7 +209,7 @@ class ImageStream:
                 yield self._on_wire(event)
 
     def _is_due(self, preview: Preview, number: int) -> bool:
-        """True if a preview is late enough to be preview number `number`.
+        """True if a preview is far enough along to be preview number `number`.
 
         Previews are evenly spaced.
         """

@@ -312,7 +312,8 @@ class ImageEncoder:
 
         Args:
             deadline_s: Unix time at which to stop encoding.
-            is_awaited: True if the response has not started, so that a disconnect is detected.
+            is_awaited: True if the response has not started, in which case a disconnect is
+                detected.
         """
         body, stored_key = self.body, result.image.object_key
         if body.response_format == "url" and body.output_format == "png" and stored_key is not None:

@@ -36,7 +36,7 @@ from shared.models.tasks.embedding import EmbeddingResult, EmbeddingTask, TextIn
 from shared.models.tasks.similarity import SimilarityInput, SimilarityResult
 
 MAX_DOCUMENTS = 1000
-"""Maximum number of documents per request. Cohere's limit is 10,000, and it recommends 1,000."""
+"""Maximum number of documents per request. Cohere allows 10,000 and recommends 1,000."""
 
 _REPLY_BYTES, _RESULT_BYTES = 512, 96
 _encoder = msgspec.json.Encoder()

@@ -1,10 +1,10 @@
 """Responses, either complete or as events, with deterministic IDs and sequence numbers.
 
-An event's sequence number depends on the number of tokens up to that point, not on the number of
-earlier events, so it is the same on every instance, even one that could not read the tokens for a
-while. The first events are numbered 0 to 3. The number of an event with tokens is 3 plus the number
-of tokens so far. Final events are numbered starting from the maximum number of tokens, so the
-numbers increase with gaps.
+An event's sequence number depends on the token count up to that point, not on how many events came
+before, so it is the same on every instance, even one that could not read the tokens for a while.
+The first events are numbered 0 to 3. An event with tokens is numbered 3 plus the token count so
+far. Final events are numbered starting from the maximum number of tokens, so the numbers increase
+with gaps.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ResponseEvents:
 
     @property
     def seen(self) -> tuple[bool, int, int]:
-        """Returns what a reader has up to event `after`: opening, tokens, parts of the ending."""
+        """Returns how much a reader has up to `after`: opening, tokens, and parts of the ending."""
         if self._after < _PART:
             return False, 0, 0
         if self._after < self._first_end:
@@ -204,7 +204,7 @@ class ResponseEvents:
         return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the held-back text and items' final events, numbered after the previous event."""
+        """Returns held-back text and the items' final events, numbered after the previous event."""
         events: list[tuple[str, dict[str, Any]]] = []
         visible_text = self._show_text(result.text)
         for at, item in enumerate(self._output(result)):

@@ -91,8 +91,8 @@ async def create_response(
 ) -> Response:
     """Works like the chat endpoint, but returns items.
 
-    With `"background": true`, returns immediately, and the text is generated even if nobody reads
-    it. Unless `store` is false, responses can be retrieved and continued later.
+    With `"background": true`, returns immediately and generates the text even if nobody reads it.
+    Unless `store` is false, responses can be retrieved and continued later.
     """
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     full_request = await preceding.complete(await call.read_json(ResponseBody))

@@ -28,7 +28,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "
 
 
 class LogprobOfText(msgspec.Struct):
-    """A token's log probability in a generated text."""
+    """A token's log probability in generated text."""
 
     token: str
     logprob: float
@@ -231,7 +231,7 @@ class InputResult(_ItemBody):
 
 
 class ReasoningPart(Body):
-    """Part of the model's reasoning or of its summary."""
+    """Part of the model's reasoning, or of the reasoning summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str = Field(max_length=MAX_REASONING_CHARS)
@@ -424,7 +424,7 @@ Conversation = Annotated[
 
 
 class ResponseBody(Body):
-    """A text to continue, along with everything before it, as items."""
+    """Text to continue, along with everything before it, as items."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -1,9 +1,9 @@
 """`python -m examples.controlnet.train FOLDER`: trains a ControlNet and writes a diffusers folder.
 
 The ControlNet draws the shapes from models/shapes along the given edges. It starts as a copy of the
-UNet's first half whose outputs are zero (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and
-is trained like the UNet: velocity prediction weighted by min-SNR. The UNet does not change. Half of
-the captions are dropped so that it learns to read the edges.
+UNet's first half with its outputs zeroed (Zhang et al. 2023, https://arxiv.org/abs/2302.05543), and
+is trained like the UNet, with velocity prediction weighted by min-SNR. The UNet does not change.
+Half of the captions are dropped so that it learns to read the edges.
 
 Workers make the same kind of edges from `control_image` with `preprocessor: canny`.
 """
@@ -93,8 +93,8 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
 def _open(control: Any) -> None:
     """Scales edges to the latents' magnitude from the start. Only the outputs start at zero.
 
-    When these also started at zero, as in diffusers, it still didn't react to edges after 140
-    steps.
+    When these also started at zero, as in diffusers, the ControlNet still didn't react to edges
+    after 140 steps.
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()

@@ -49,7 +49,7 @@ MIN_COSINE = 0.9999
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Serves the shipped flow with its models. Skips without a package index."""
+    """Serves the shipped flow with its models. Skips if there is no package index."""
     folder: Path = tmp_path_factory.mktemp(FLOW)
     shipped = yaml.safe_load((EXAMPLES.parent / "models.yaml").read_text(encoding="utf-8"))
     models = [entry for entry in shipped["models"] if entry["name"] == EMBEDDER]

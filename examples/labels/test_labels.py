@@ -1,4 +1,4 @@
-"""Compares labels and embeddings with another implementation of the network, and across images."""
+"""Checks labels and embeddings against another implementation of the network, and across images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Turns the text read from a page into Mistral's format: markdown, blocks, tables and images.
 
-Lines come from a text layer, in its order, or from an image. Lines from an image are put in order
-by repeatedly cutting the page at its widest gap (recursive XY cut, Nagy and Seth 1984).
+Lines come from a text layer, in the layer's order, or from an image. Lines from an image are put in
+order by repeatedly cutting the page at its widest gap (recursive XY cut, Nagy and Seth 1984).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def chosen(pages: str, count: int) -> list[int]:
 
 
 class Unreadable(Exception):
-    """The process's error for a document or one of its pages."""
+    """The error that the process reports for a document or one of its pages."""
 
 
 class Raster(NamedTuple):
@@ -371,7 +371,7 @@ class PdfPages:
         return place
 
     def _objects(self, page: Any, place: Callable[..., list[int]]) -> tuple[list[list[int]], int]:
-        """Returns the boxes of images, and the number of lines and areas."""
+        """Returns the image boxes and the number of lines and areas."""
         images, drawn = [], 0
         for count, shape in enumerate(page.get_objects(max_depth=1)):
             if count >= MAX_OBJECTS:
@@ -467,7 +467,7 @@ def _plain(text: str) -> str:
 
 
 def _find_rendered_size(width: float, height: float) -> tuple[int, int, int]:
-    """Returns a page's width and height in pixels and its dpi, given its size in points."""
+    """Returns a page's width and height (both in pixels) and dpi, given its size in points."""
     if not (width > 0 and height > 0):
         raise Unreadable("its width or height is zero")
     scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))

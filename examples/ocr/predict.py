@@ -68,8 +68,8 @@ class Reader:
             params={
                 "Global.log_level": "error",
                 "Global.max_side_len": 3000,
-                # The classifier rotated one line in eight of an upright scan by 180 degrees, which
-                # ruins the line.
+                # The classifier rotated one in eight lines of an upright scan by 180 degrees, which
+                # ruins those lines.
                 "Global.use_cls": False,
                 "EngineConfig.onnxruntime.intra_op_num_threads": threads or -1,
             }

@@ -55,7 +55,7 @@ IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
 """Share of a page, from the top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
 QUICK = ("encrypted", "cut", "many-pages", "gigapixel", "tiff-bomb", "object-stream")
-"""The malicious files whose rejection the client waits for."""
+"""The malicious files that the client waits to see rejected."""
 FLOW = "ocr-pages"
 (CLIENT,) = (client for client in CLIENTS if client.name == "mistral")
 
@@ -64,7 +64,7 @@ FLOW = "ocr-pages"
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Serves a model that reads documents, whole and page by page.
 
-    Skips without a package index.
+    Skips if there is no package index.
     """
     try:
         for name in ("ocr", "pages"):

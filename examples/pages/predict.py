@@ -1,7 +1,7 @@
 """Splits a document into pages, each a separate document: the first step of a flow.
 
-Identical pages have identical bytes no matter which document they come from, so a model that reads
-pages gets repeated pages from the cache.
+Identical pages have identical bytes no matter which document they come from, so when a model reads
+pages, its results for repeated pages come from the cache.
 """
 
 from __future__ import annotations

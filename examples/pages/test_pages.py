@@ -1,4 +1,4 @@
-"""Documents split into pages: equal pages have equal bytes, whatever document they come from."""
+"""Documents split into pages: identical pages have identical bytes in every document."""
 
 from __future__ import annotations
 

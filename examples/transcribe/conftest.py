@@ -48,7 +48,7 @@ def python() -> str:
 
 @pytest.fixture(scope="package")
 def sentences() -> dict[Path, str]:
-    """Returns recordings with their transcripts. Skips without a Debian mirror."""
+    """Returns recordings with their transcripts. Skips if there is no Debian mirror."""
     folder = (KEPT / "transcribe" / "recordings").absolute()
     data = folder / "usr/share/pocketsphinx/test/data/librivox"
     if not data.is_dir():
@@ -101,7 +101,7 @@ def oracle(python: str, kind: str, *arguments: str | Path) -> str:
 def run(python: str, code: str | Path, *arguments: str | Path) -> str:
     """Returns a Python program's output, run with as many threads as a class gets.
 
-    Floating-point sums depend on the number of threads, which changes a word on some CPUs.
+    Floating-point sums depend on the number of threads, so a word may differ on some CPUs.
     """
     program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(

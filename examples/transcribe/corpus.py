@@ -36,7 +36,7 @@ CHROMIUM_S = {"webm": 6.96, "mp4": 6.88}
 
 
 def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
-    """Writes a recording in each format. Returns their paths and seconds of audio."""
+    """Writes a recording in each format. Returns their paths and durations in seconds."""
     samples, rate = soundfile.read(speech, dtype="float32")
     fine = np.stack([soxr.resample(samples, rate, FINE_HZ)] * 2, axis=1)
     low = soxr.resample(samples, rate, 8000)
@@ -115,7 +115,7 @@ def punch(data: bytes) -> bytes:
 
 
 def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | None]]:
-    """Returns each kind of damage, the bytes, and the seconds of audio (None if unknown)."""
+    """Returns each kind of damage, the damaged bytes, and seconds of audio (None if unknown)."""
     data = path.read_bytes()
     return [
         ("none", data, seconds),

@@ -31,7 +31,7 @@ MAX_WHOLE_S = 4 * 3600
 GiB.
 """
 CANCELED_BELOW = 0.05
-"""Two channels cancel each other out if their mean has less than this share of the power."""
+"""Two channels cancel out if their mean has under this share of the louder one's power."""
 
 
 def decode(path: Path) -> Iterator[Any]:
@@ -52,7 +52,7 @@ def decode(path: Path) -> Iterator[Any]:
 
 
 def _decode_part(part: Part, path: Path, done_s: float) -> Iterator[Any]:
-    """Yields a part's samples. `done_s` is the seconds of audio before it."""
+    """Yields a part's samples. `done_s` is how many seconds of audio precede it."""
     try:
         file = soundfile.SoundFile(str(path) if part.is_file else io.BytesIO(part.data))
     except soundfile.LibsndfileError:

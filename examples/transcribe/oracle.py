@@ -181,7 +181,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Records the temperature of each of a model's generations, even those without a segment."""
+    """Records the temperatures of all of a model's generations, even those without a segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:
@@ -197,9 +197,9 @@ def show_direct(kind: str, path: str) -> None:
     """Prints the text from calling faster-whisper directly, and the resources used.
 
     Args:
-        kind: `sequence`: the whole recording, each text prompted with the previous ones. `batched`:
-            BatchedInferencePipeline. `windows`: the same windows, but each as a separate recording
-            with its own temperatures.
+        kind: `sequence`: the whole recording, with each text prompted by the previous ones.
+            `batched`: BatchedInferencePipeline. `windows`: the same windows, but each as a separate
+            recording with its own temperatures.
     """
     import ctranslate2
 

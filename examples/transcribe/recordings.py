@@ -36,14 +36,14 @@ PCM_TAGS = (1, 3, 6, 7, 0xFFFE)
 OPUS_RATE_HZ = 48_000
 MAX_PARTS = 1000
 MAX_STRAY_BYTES = 1 << 18
-"""Maximum number of bytes between two MP3 or AAC frames that belong to neither of them.
+"""Maximum number of bytes between two MP3 or AAC frames that are not part of either frame.
 
 Searching further would take seconds.
 """
 MAX_BOXES = 200_000
 """Maximum number of WAV chunks before the audio, or of MP4 boxes.
 
-Two hours of 100 ms fragments have 144,000.
+Two hours of 100 ms fragments have 144,000 boxes.
 """
 MAX_STRAY_FRAMES = 100_000
 """Maximum number of places in a FLAC file that merely look like a frame. 64 MiB of random data has
@@ -151,7 +151,7 @@ def find_wav(data: bytes) -> Iterator[Part]:
 
 
 def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
-    """Returns the recording at a position, if it has audio, and its end."""
+    """Returns the recording at a position, if it has audio, and the position where it ends."""
     at, form = start + 12, b""
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -199,7 +199,7 @@ def _wav_data_end(data: bytes, begin: int, size: int) -> int:
 
 
 def _next_riff(data: bytes, end: int) -> int:
-    """Returns where the next recording begins, after chunks without audio."""
+    """Returns where the next recording begins, after any chunks without audio."""
     at = end
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -213,7 +213,7 @@ def _next_riff(data: bytes, end: int) -> int:
 
 
 def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
-    """Returns how many seconds of audio `count` bytes contain, and the bytes per block."""
+    """Returns the seconds of audio in `count` bytes, and the number of bytes per block."""
     tag, _, rate, per_second, block = struct.unpack_from("<HHIIH", form)
     if not rate or not block or not per_second:
         raise InvalidInput("file", "the wav header has a sample rate of 0")
@@ -265,7 +265,7 @@ class _OggChain:
 
     def __init__(self) -> None:
         self.has_sound = False
-        """True after a page other than the first one of a stream."""
+        """True after any page other than the first page of a stream."""
         self._sequence: dict[bytes, int] = {}
         self._stream: bytes | None = None
         """Serial number of the audio stream."""
@@ -348,7 +348,7 @@ def _without_tag(data: bytes) -> bytes:
 
 
 def _flac_samples(data: bytes) -> tuple[int, int, int]:
-    """Returns the sample count, where the last frame begins, and the number of samples before it.
+    """Returns the sample count, the start of the last frame, and the number of samples before it.
 
     Missing frames in between are counted too.
     """
@@ -371,7 +371,7 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
 
 
 def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Returns a frame's number, its samples, and whether frame numbers count samples.
+    """Returns a frame's number, its sample count, and True if frame numbers count samples.
 
     None if there is no frame at this position.
     """
@@ -403,7 +403,7 @@ def _crc8(data: bytes) -> int:
 
 
 def _crc16(data: bytes) -> int:
-    """Returns a frame's checksum with its own included (0 if intact): x^16 + x^15 + x^2 + 1."""
+    """Returns the CRC of a frame and its stored CRC (0 if intact): x^16 + x^15 + x^2 + 1."""
     crc = 0
     for byte in data:
         crc ^= byte << 8
@@ -678,7 +678,7 @@ def _opus_count(nanoseconds: int) -> int:
 
 
 def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
-    """Returns the name of an element, where its content begins, and the content's size in bytes.
+    """Returns an element's name, the start of its content, and the content's size in bytes.
 
     A size of None means the size is unknown. Returns None if the data ends before the element does.
     """

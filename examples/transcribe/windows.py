@@ -39,8 +39,7 @@ PAD = RATE_HZ * 400 // 1000
 """Padding at both ends of a part."""
 MAX_PART = WINDOW_S * RATE_HZ - FRAME - 2 * PAD
 SEARCHED = 10 * RATE_HZ // FRAME
-"""Number of frames at the end of a full part without a pause that are searched for the quietest
-one.
+"""Number of frames to search for the quietest one at the end of a full part that has no pause.
 """
 
 

@@ -44,7 +44,7 @@ UNREADABLE = (
 
 _MAGIC = 7767517
 _FLOAT16 = 0x01306B47
-"""Marks weights in half precision. The upstream file contains only such weights."""
+"""Marks half-precision weights. The upstream file contains only such weights."""
 _NEAREST = 1
 
 

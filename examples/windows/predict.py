@@ -1,7 +1,7 @@
 """Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
-The windows of a long recording can therefore be separate items, which run on any worker, in any
-order, and only once if they are identical.
+The windows of a long recording can therefore be separate items that run on any worker, in any
+order, with identical ones running only once.
 """
 
 from __future__ import annotations

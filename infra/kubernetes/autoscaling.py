@@ -114,7 +114,7 @@ def patient_s(model: Model) -> float:
 class TriggerQueries:
     """PromQL queries for the workers of one or several models in one region.
 
-    Only requests from callers in this region count. Workers in all regions pull from one
+    Only requests from callers in this region are counted. Workers in all regions pull from one
     subscription, and each region's autoscaler is responsible for its own callers and workers.
     Therefore, if one region runs out of GPUs, workers elsewhere get busier and their number grows.
 
@@ -162,8 +162,8 @@ class TriggerQueries:
     def work(self) -> str:
         """Returns PromQL for the number of full workers needed for current and waiting work.
 
-        Has no series if worker metrics are lost. Without workers, it is 0 if there were no recent
-        requests.
+        There is no series if worker metrics are lost. Without workers, it is 0 if there were no
+        recent requests.
         """
         arrivals = _add_up(
             f"sum(increase(penstock_api_items_admitted_total{{{self._items_of(model)}}}[{QUIET}]))"

@@ -124,7 +124,7 @@ class Deployment(BaseModel):
     buffer: int = Field(1, ge=0)
     """Number of warm places to keep for each GPU node class."""
     capacity_buffers: bool = False
-    """True to keep them with CapacityBuffer, which the cluster must support, instead of balloon
+    """True to keep them using CapacityBuffer, which the cluster must support, rather than balloon
     pods.
     """
 
@@ -140,7 +140,7 @@ class Deployment(BaseModel):
 
     @property
     def metrics_url(self) -> str:
-        """The URL for Prometheus queries; by default Managed Prometheus.
+        """The URL for Prometheus queries; defaults to Managed Prometheus.
 
         KEDA's Pub/Sub scaler is deprecated because it uses Monitoring's old query language:
         https://keda.sh/docs/2.18/scalers/gcp-pub-sub/
@@ -200,9 +200,9 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """Returns the node class for this GPU's type, share, sharing, and provisioning.
+    """Returns the node class for this GPU's type, share, sharing method, and provisioning.
 
-    Terraform labels its pools with it.
+    Terraform labels its pools with this class.
     """
     mps = "-mps" if gpu.sharing == "mps" else ""
     return f"{gpu.type}-x{gpu.share}{mps}" + ("-flex" if gpu.provisioning == "flex-start" else "")

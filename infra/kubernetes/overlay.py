@@ -580,7 +580,7 @@ def _worker_patch(
     if volumes:
         pod["volumes"] = volumes
     if deployment.is_outside:
-        # If there is an autoscaler, each apply would reset the replica count it set.
+        # With an autoscaler, each apply would reset the replica count set by the autoscaler.
         spec |= {} if deployment.is_scaled else {"replicas": max(1, group.replicas.min)}
     patch = deployment_patch("worker", pod, **spec)
     if weights.annotations:

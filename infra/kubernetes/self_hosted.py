@@ -333,7 +333,7 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
 
 
 def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
-    """Returns the changes for functions that pull messages, because RabbitMQ does not push."""
+    """Returns the changes for functions that pull messages, which RabbitMQ does not push."""
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],

@@ -355,7 +355,7 @@ def _if(condition: str, lines: str) -> str:
 
 
 def _add_to(items: list[Any], definition: str, block: Block) -> None:
-    """Replaces the items that this site adds to a list in all Deployments with a template block."""
+    """Replaces the list items that this site adds in all Deployments with a template block."""
     added = ({"name": "objects"}, {"secretRef": {"name": "zz-broker"}})
     items[:] = [item for item in items if not any(mark.items() <= item.items() for mark in added)]
     items.append(block(f'{{{{- include "{definition}" . | trim | nindent INDENT }}}}'))

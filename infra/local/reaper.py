@@ -70,7 +70,7 @@ def _is_supported() -> bool:
 
 
 def _start(mark: str) -> int:
-    """Starts the program. Returns the descriptor to which to write children's IDs."""
+    """Starts the program. Returns the descriptor that children's IDs are written to."""
     # The reaper has no mark because it exits on its own, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()

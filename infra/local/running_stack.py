@@ -25,7 +25,9 @@ PLACES = frozenset(
         *("PENSTOCK_OBJECTS_URL", "PENSTOCK_ROWS_URL", "PUBSUB_EMULATOR_HOST"),
     }
 )
-"""Variables that identify a deployment. A user who sets one of them means a different stack."""
+"""Variables that identify a deployment. A user who sets any of them is referring to a different
+stack.
+"""
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ from shared.settings import environment_with
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
 CONSUMER_TIMEOUT_S = 2 * 3600
-"""Maximum time, in seconds, that a message may be held. It exceeds any deadline, so jobs are never
-taken away.
+"""Maximum time, in seconds, that a message may be held. It exceeds any deadline, so a job is never
+taken away from its holder.
 """
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
-"""Variable with the script's path, for using a different version than the installed package."""
+"""Variable with the script's path, for using a version other than the installed package's."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Debian's folder for the scripts. The script on PATH can be run only by root or rabbitmq."""
+"""Debian's folder for the scripts. The script on PATH can be run only by root or by the rabbitmq
+user.
+"""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 API_STOP_LIMIT_S = 12.0
@@ -218,7 +220,7 @@ class StackProcesses:
         return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
-        """Returns the listening sockets of servers that have one, keyed by server name."""
+        """Returns the listening socket of each server that has one, keyed by server name."""
         return {
             "pubsub": f"unix://{socket_dir / 'pubsub'}",
             "redis": f"unix://{socket_dir / 'redis'}?db=0",
@@ -248,10 +250,10 @@ class StackProcesses:
         )
 
     def functions(self, settings: Mapping[str, str]) -> Process:
-        """Returns all functions in one process.
+        """Returns a process that runs all functions.
 
-        The framework's built-in server runs it. With RabbitMQ, which does not push, it pulls
-        messages.
+        The framework's built-in server runs it. With RabbitMQ, which does not push, the process
+        pulls messages.
         """
         if "PENSTOCK_BROKER" in self.environment:
             own = {"PENSTOCK_HEALTH_PORT": str(self._ports.functions)}

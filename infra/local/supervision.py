@@ -17,14 +17,14 @@ from shared.errors import Unavailable
 
 MAX_DEATHS = 5
 WINDOW_S = 600.0
-"""A part that dies more than MAX_DEATHS times within this time is not restarted."""
+"""A part that dies more than MAX_DEATHS times within this period is not restarted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Pause before a part is restarted. Each death within WINDOW_S doubles it."""
 FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 2.0, 300.0
 """Pause before restarting an optional part that died before becoming ready. It doubles each time.
 """
 PROGRESS_S = 10.0
-"""Time until the first line about a part that is not ready yet.
+"""Time until the first progress line about a part that is not ready yet.
 
 Each interval is twice as long as the previous one.
 """

@@ -15,7 +15,7 @@ from shared.settings import ApiSettings, Settings, read_settings
 
 @contextmanager
 def open_configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
-    """Creates a runner for the BigQuery and key directory configured by PENSTOCK_* variables.
+    """Creates a runner for the BigQuery service and key directory set by PENSTOCK_* variables.
 
     Raises:
         ConfigurationError: a setting is invalid. Unavailable: BigQuery or the key directory is

@@ -28,7 +28,7 @@ class CanaryJudge:
     """Reads the request counts of one service.
 
     Args:
-        error_ratio: share of responses that may be 5xx.
+        error_ratio: share of responses that are allowed to be 5xx.
         least_requests: with fewer requests than this, a revision is considered neither good nor
             bad.
     """

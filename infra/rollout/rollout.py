@@ -36,13 +36,13 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
 
     Returns a line for each model.
 
-    Models that scale to zero are skipped, because their first response waits for a GPU regardless
-    of the API.
+    Models that scale to zero are skipped, because their first response has to wait for a GPU no
+    matter how the API performs.
 
     Raises:
         Unavailable: a response was wrong or did not arrive within the model's deadline.
     """
-    # Avoids /healthz, because on Cloud Run, Google's front end responds to that path itself with
+    # Avoids /healthz because Google's front end intercepts that path on Cloud Run and returns a
     # 404.
     _fetch(urllib.request.Request(f"{url}/readyz"), _READY_LIMIT_S)
     warm_models = [model for model in catalog.models if model.replicas.min >= 1]
@@ -50,7 +50,7 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
 
 
 def _ask(url: str, key: str, model: Model) -> str:
-    # The text is unique, so the response comes from a worker and not from a cache.
+    # The text is unique, so the response must come from a worker, not from a cache.
     text = f"smoke test {uuid.uuid4()}"
     try:
         return _ask_with(text, url, key, model)
@@ -168,7 +168,7 @@ class Rollout:
                 )
 
     def try_candidate(self) -> None:
-        """Assigns each region's newest revision a URL without traffic and sends requests to it.
+        """Assigns each region's newest revision a URL but no traffic, and sends requests there.
 
         Raises:
             Unavailable: a response was missing or wrong.
@@ -227,10 +227,10 @@ class Rollout:
         if not others:
             service.give({candidate: 100})
             self._say(f"{region}: {candidate} is already serving")
-            self._check_public(region)  # an initial release has not been tested
+            self._check_public(region)  # an initial release hasn't been tested yet
             return
-        # If an earlier rollout was interrupted, two revisions are serving, and most callers are
-        # using the one with the larger share.
+        # If an earlier rollout was interrupted, two revisions are serving, and the one with the
+        # larger share gets most of the callers.
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
             began_s = time.time()

@@ -1,4 +1,4 @@
-"""A Cloud Run service from a rollout's point of view: its revisions and how traffic is split.
+"""A Cloud Run service as a rollout sees it: its revisions and traffic split.
 
 Source: Cloud Run Admin API v2, projects.locations.services
     (https://docs.cloud.google.com/run/docs/reference/rest/v2).
@@ -25,7 +25,7 @@ class Traffic:
 
     Attributes:
         shares: percentage of requests, keyed by revision name.
-        follows_latest: True if the newest revision automatically gets its share as soon as it
+        follows_latest: True if the newest revision automatically receives traffic as soon as it
             exists.
         candidate_url: URL of the revision with the `candidate` tag. Empty if there is none.
     """

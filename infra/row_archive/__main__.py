@@ -1,6 +1,6 @@
 """`python -m infra.row_archive`: archives rows from the object store until SIGTERM.
 
-`python -m infra.row_archive restore` loads archived days into a BigQuery that has lost them.
+`python -m infra.row_archive restore` reloads archived days that BigQuery has lost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shared.stores.objects import ObjectStore
 
 TABLES = ("rows", "worker_hours", "webhook_deliveries")
 MERGED_AFTER = timedelta(days=2)
-"""Rows may arrive a day late after an outage. A day's files are merged after that."""
+"""Rows may arrive a day late after an outage. A day's files are merged only after that."""
 MAX_PAUSE_S = 30.0
 
 FAILURES = Counter(
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until stopped. Returns 0, or 1 if it could not start or could not restore."""
+    """Runs until stopped. Returns 0, or 1 if startup or the restore failed."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(
         prog="penstock row archive", description="Archive rows from the object store."
@@ -144,7 +144,7 @@ class _Table:
                 self._merged = day
         except Unavailable as error:
             log.warning("rows not archived", extra={"table": self._name, "reason": error.message})
-        except Exception as error:  # a bug must only cause a pause, not block all later rows
+        except Exception as error:  # a bug should cause only a pause, not block all later rows
             log.error(
                 "archiving failed; this is a bug", extra={"table": self._name}, exc_info=error
             )

@@ -81,7 +81,7 @@ OLDEST = Gauge(
 SMALL_BYTES = 32 * 1024 * 1024
 """Larger Parquet files are not merged again."""
 MERGED_BYTES = 256 * 1024 * 1024
-"""Maximum size merged at a time, before DuckDB drops duplicate rows."""
+"""Maximum total size of the files merged at a time, before DuckDB drops duplicate rows."""
 FILE_MAX_BYTES = 1024**3
 DAY_FILES_MAX = 10_000
 
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckedLines(NamedTuple):
-    """The checked lines of an object."""
+    """An object's lines, after checking."""
 
     good: list[bytes]
     trimmed: int
@@ -343,7 +343,7 @@ def archive_folder(table: str, day: str) -> str:
 
 
 def _age_s(key: str) -> float:
-    """Returns an object's age from its name, or 0 if the name has a different format."""
+    """Returns an object's age based on its name, or 0 if the name is in a different format."""
     try:
         at = datetime.strptime(key.rpartition("/")[2][:22], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
     except ValueError:
@@ -412,7 +412,7 @@ class ArchivedDays:
     ) -> list[str]:
         """Reloads days into BigQuery after its table has lost rows.
 
-        Rows that are still in the table then exist twice, and the views drop the duplicates.
+        Rows that are still in the table are then duplicated, and the views drop the duplicates.
 
         Args:
             row_counts: number of distinct rows in the table, keyed by day. Complete days are

@@ -13,14 +13,18 @@ from shared.usage.bigquery import open_client
 
 LOAD_LIMIT_S = 120.0
 TRIES = 100
-"""Maximum number of attempts, each under a new job name, because a failed job keeps its name."""
+"""Maximum number of attempts, each under a new job name, because a failed job's name can't be
+reused.
+"""
 
 
 class RowLoader(Protocol):
     """Loads files into tables. Calls block."""
 
     def load(self, table: str, path: Path, name: str) -> None:
-        """Loads a file's rows into the table. Skips a name that has already been loaded.
+        """Loads a file's rows into the table.
+
+        Skips the load if one with this name has already succeeded.
 
         Raises:
             Unavailable: it is unknown whether the table contains the rows.
@@ -43,8 +47,8 @@ class BigQueryLoader:
     def load(self, table: str, path: Path, name: str) -> None:
         """See RowLoader. BigQuery remembers job names for six months.
 
-        The embedded BigQuery forgets them when it exits. Views drop the rows that are then loaded
-        twice.
+        The embedded BigQuery forgets them when it exits. If rows are then loaded twice, the views
+        drop the duplicates.
         """
         from google.api_core.exceptions import GoogleAPICallError
 

@@ -17,7 +17,7 @@ all three brokers (tests/shared/test_brokers.py):
   `max_bytes`. Subscribers take turns.
 - A message returned `max_delivery_attempts` times becomes a dead letter.
 - It rejects everything that Pub/Sub or RabbitMQ rejects: a missing topic, an empty or oversized
-  message, and out-of-range attributes, names, settings and filters.
+  message, and out-of-range attributes, names, settings, and filters.
 
 It has no clock. Leases therefore never expire on their own, a returned message is redelivered
 immediately, and neither messages nor subscriptions expire. It does not support push. The backlog is
@@ -385,7 +385,7 @@ class InMemoryBroker:
         """Creates a subscription if it doesn't exist. Returns whether it was created.
 
         Raises:
-            BadInput: the name, a setting or the filter is invalid, or the topic does not exist.
+            BadInput: the name, a setting, or the filter is invalid, or the topic does not exist.
             ConfigurationError: a subscription with this name has a different topic or filter, which
                 can't be changed.
         """

@@ -30,7 +30,8 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""First and longest pause before a message is redelivered to a function that could not handle it.
+"""The first and the longest pause before a message is redelivered to a function that could not
+handle it.
 
 Backoff starts with the first failure, because webhook receivers are operated by third parties.
 """
@@ -99,7 +100,7 @@ class Publisher(Protocol):
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """How long the broker takes to confirm a message, as measured."""
+        """The measured time for the broker to confirm a message."""
 
     async def publish(
         self,
@@ -138,7 +139,7 @@ class Subscription(Protocol):
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """How long the broker takes to respond, as measured."""
+        """The measured time for the broker to respond."""
 
     def hold(self, max_messages: int) -> None:
         """Sets how many unacked messages (at least the initial number) may be held from now on.
@@ -153,7 +154,7 @@ class Subscription(Protocol):
 
         Raises:
             Unavailable: the subscription was deleted.
-            ConfigurationError: the broker rejects us or the request.
+            ConfigurationError: the broker denies us access or rejects the request.
         """
 
     def ack(self, message: ReceivedMessage) -> None:
@@ -262,7 +263,7 @@ def workers_subscription_id(model: str) -> str:
 
 
 def dead_letter_topic_id(model: str) -> str:
-    """Returns the topic for `model`'s jobs that no worker could complete."""
+    """Returns the topic for jobs of `model` that no worker could complete."""
     return f"jobs.{model}.dead"
 
 
@@ -374,7 +375,7 @@ def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
 
 
 def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
-    """Returns the settings for one priority's subscription, the same for both priorities."""
+    """Returns the settings for each priority's subscription, which are the same for both."""
     return SubscriptionSettings(
         jobs,
         filter=priority_filter,
@@ -389,7 +390,7 @@ def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSett
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
     """Creates an inbox's topics and subscriptions if they don't exist.
 
-    Each slot has one subscription, and one more without a filter is for direct replies.
+    Each slot has one subscription, and one more, without a filter, is for direct replies.
 
     Args:
         inbox: a number in the pool or an instance ID.
@@ -423,7 +424,7 @@ async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
     """Deletes an inbox. Topics and subscriptions that have already been deleted don't cause errors.
 
     Raises:
-        PenstockError: raised by the admin's calls.
+        PenstockError: one of the admin calls failed.
     """
     topics = (inbox_topic_id(inbox), direct_id(inbox))
     await _run_all(admin.delete_topic(topic) for topic in topics)

@@ -1,6 +1,6 @@
 """Sends jobs that a canary did not process to the other revision.
 
-A job keeps its ID, so it still has a single record, reply and row.
+A job keeps its ID, so it still has a single record, reply, and row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.messages import Job, decode_job, encode_job
 
 
 class JobMessage(NamedTuple):
-    """A published job: its model, data and attributes."""
+    """A published job: its model, data, and attributes."""
 
     model: str
     data: bytes

@@ -90,7 +90,7 @@ class CanaryJudgment:
 
 
 def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
-    """Judges a canary by its error rate, p95 and results."""
+    """Judges a canary by its error rate, p95, and results."""
     for bad in (_too_many_failed(counts, rules), _too_slow(counts, rules), _too_different(counts)):
         if bad:
             return CanaryJudgment(False, bad)
@@ -156,7 +156,7 @@ def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
     limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
     bins = counts.canary.bins
     slow = sum(count for number, count in bins.items() if end_of_bin_s(number - 1) > limit_s)
-    # A revision that is just as fast has 5% of its items above the p95 and fewer above the limit.
+    # An equally fast revision has 5% of its items above the p95 and fewer above the limit.
     if not _is_bad(slow, bins.total(), 1 - P95):
         return ""
     return (

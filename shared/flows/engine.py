@@ -12,10 +12,10 @@ caller dies before that, the message is redelivered, its items are found to be f
 is advanced again.
 
 A step job's IDs are derived from its position: its request is the run, and its part and item
-indexes are based on step and position. As a result, a job published twice is computed once, except
-for concurrent deliveries, only one of which counts.
+indexes are based on step and position. As a result, a job that is published twice is computed only
+once, unless its deliveries are concurrent; then only one of them counts.
 
-A run that fails, is late or is canceled is closed first, so that no further items count. This way,
+A run that fails, is late, or is canceled is closed first, so that no further items count. This way,
 the run's reply matches the charges in its rows.
 
 Calls raise Unavailable if Redis or the broker does not respond.
@@ -90,8 +90,8 @@ NOT_RETRIED = frozenset(
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
 """Maximum JSON size of a job's items. The rest is reserved for the message's other parts."""
 ORPHANED_S = 5.0
-"""How many seconds after arrival a run is taken over if its API instance has not reported that all
-of the first jobs have been published.
+"""Number of seconds after arrival when a run is taken over if its API instance has not reported
+that all of the first jobs have been published.
 """
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ class FlowEngine:
         ]
         ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
         planned = await self._runs.plan(run.id, number, jobs, len(inputs), ended)
-        if planned != "stored":  # so this run does not pay for them
+        if planned != "stored":  # so this run is not charged for them
             self._mark_unpaid(items, done, model)
             if planned == "no_room":
                 reason = (
@@ -389,7 +389,7 @@ class FlowEngine:
     def _mark_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks the items' cached results as unpaid again."""
+        """Resets the status of the items' cached results to unpaid."""
         if self._cache is None:
             return
         owed = {
@@ -553,7 +553,7 @@ def _bytes_of(item: Item) -> int:
 
 
 def _step_envelope(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
-    """Returns the envelope for the step's job that starts with the item at this index."""
+    """Returns the envelope of the step job that starts with the item at this index."""
     return msgspec.structs.replace(
         envelope,
         model=model.name,

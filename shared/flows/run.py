@@ -103,7 +103,7 @@ class Run:
             is_borne = step.has_default and outcome.status == "failed"
             if outcome.error is not None and not is_borne:
                 if self.plan.gives == "images" and step_of(index) == 0:
-                    raise RunFailed(outcome.error)  # the error is about the caller's input
+                    raise RunFailed(outcome.error)  # the error was caused by the caller's input
                 raise RunFailed(_error_of_step(step, index, outcome.error))
 
     def output(self) -> Result:

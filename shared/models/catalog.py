@@ -170,7 +170,7 @@ class Model(CatalogEntry):
 
     @property
     def public_name(self) -> str:
-        """The name callers know. A canary has its model's name."""
+        """The name callers know. A canary uses its model's name."""
         return model_of_canary(self.name) or self.name
 
     def as_canary(self) -> Revision | None:
@@ -196,7 +196,7 @@ class Model(CatalogEntry):
 
     @property
     def requested(self) -> Model:
-        """The model that callers request: this one, unless it stands for an image request's run."""
+        """The model that callers request: this one, unless it represents an image request's run."""
         return self
 
     @property
@@ -493,7 +493,7 @@ def unknown_model(name: str) -> UnknownModel:
 
 
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
-    """Returns a flow as it is served, which is like a custom model, with its steps' models.
+    """Returns a flow as it is served: like a custom model, with its steps' models.
 
     Raises:
         FlowError: the steps do not match their models.

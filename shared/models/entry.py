@@ -96,7 +96,7 @@ class ItemWork(EntryPart):
     """Upper bounds for a custom model's items."""
 
     max: int | None = Field(None, ge=1, le=MAX_WORK)
-    """Maximum weight, which is what limits reserve for each item."""
+    """Maximum weight, which is the amount that limits reserve for each item."""
     max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Maximum number of seconds that a class without `predict_batch` may spend on an item,
     regardless of its weight.
@@ -131,15 +131,15 @@ class Gpu(EntryPart):
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
     sharing: Literal["time-sharing", "mps"] = "time-sharing"
-    """Specifies whether `share` workers use their GPU in turns. The values are GKE's terms.
+    """Specifies whether the `share` workers take turns using their GPU. The values are GKE's terms.
 
     `time-sharing`: in turns. `mps`: at the same time, through NVIDIA's Multi-Process Service, which
-    limits each worker to its part of the memory and the compute units.
+    limits each worker to its share of the memory and compute units.
     """
     provisioning: Literal["standard", "flex-start"] = "standard"
     """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
-    They cost less, but wait as long as it takes for capacity and are shut down after seven days.
+    They cost less, but may wait indefinitely for capacity and are shut down after seven days.
     `standard`: a reservation named in the deployment, then spot capacity, then on-demand capacity.
     """
 
@@ -339,8 +339,8 @@ class Tolerance(EntryPart):
 class Canary(EntryPart):
     """A new revision that serves a share of the requests alongside the revision in the entry.
 
-    It has separate workers and topics. It stops receiving requests as soon as it performs worse
-    than the other revision by any of these limits (shared/canary/verdict.py).
+    It has separate workers and topics. It stops receiving requests as soon as it falls behind the
+    other revision by more than any of these limits (shared/canary/verdict.py).
     """
 
     revision: Revision
@@ -388,9 +388,11 @@ class FlowEntry(FlowPlan):
     name: str = Field(pattern=NAME_PATTERN)
     aliases: tuple[str, ...] = ()
     deadline: Deadline = Deadline()
-    """Deadline for all steps together."""
+    """Deadline for all steps combined."""
     max_in_flight: Positive = 512
-    """Maximum number of runs that an API instance may be starting at once, as for a model."""
+    """Maximum number of runs that an API instance may be starting at the same time, as with a
+    model.
+    """
     api: Literal["transcription", "ocr"] | None = None
     """An endpoint from OpenAI's or Mistral's API that the flow also serves."""
     gives: None = None
@@ -480,7 +482,7 @@ class CatalogEntry(EntryPart):
     """Time limit for a model process to load and warm up this model.
 
     A process that is not ready by then is killed. Weight downloads and installations happen earlier
-    and do not count.
+    and do not count toward the limit.
     """
     price: Price = Price()
     canary: Canary | None = None

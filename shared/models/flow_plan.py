@@ -4,9 +4,10 @@ These rules do not need a broker or a store. The API stores a flow's plan with e
 finishes with the plan it started with.
 
 A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`.
-Taking a field from a list yields the list of its elements' fields. If `for_each` has several
-parallel lists, `$item.name` is an element from one of them. Text that begins with `$$` stands for
-the same text with a single `$`. A condition compares two operands: `$check.flagged == false`.
+Accessing a field on a list yields a list of that field's value in each element. If `for_each` has
+several parallel lists, `$item.name` is an element from one of them. Text that begins with `$$`
+stands for the same text with a single `$`. A condition compares two operands: `$check.flagged ==
+false`.
 """
 
 from __future__ import annotations

@@ -223,7 +223,8 @@ def check_values(values: Mapping[str, Any], inputs: Schema) -> dict[str, Any]:
         The values that are not null. The model's defaults replace the nulls.
 
     Raises:
-        BadInput: a value has the wrong type or is out of range. The message names its input.
+        BadInput: a value has the wrong type or is out of range. The message includes the name of
+            the input.
     """
     properties: Mapping[str, Schema] = inputs.get("properties", {})
     present = {name: value for name, value in values.items() if value is not None}
@@ -263,7 +264,10 @@ def _has_type(value: Any, wanted: Schema) -> bool:
 
 
 def misfit(value: Schema, wanted: Schema) -> str:
-    """Returns the reason a value of one type does not match another type. Empty if it may match."""
+    """Returns the reason a value of one type does not match another type.
+
+    Empty if the types may match.
+    """
     value = _plain(value)
     options = [option for option in wanted.get("anyOf", ()) if option.get("type") != "null"]
     if options:
@@ -285,7 +289,7 @@ def misfit(value: Schema, wanted: Schema) -> str:
 
 
 def _broken_rules(value: Any, wanted: Schema) -> Iterator[str]:
-    """Yields the bounds of its type that a value does not meet."""
+    """Yields the bounds in a value's type that the value does not meet."""
     if "enum" in wanted and value not in wanted["enum"]:
         known = ", ".join(json.dumps(choice) for choice in wanted["enum"])
         yield f"must be one of {known}"

@@ -35,7 +35,7 @@ _PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)
 
 
 class Adapter(EntryPart):
-    """A low-rank change (LoRA), which requests may select, to an image model's weights."""
+    """A low-rank change (LoRA) to an image model's weights, which requests may select."""
 
     source: Annotated[
         str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
@@ -48,7 +48,7 @@ class Adapter(EntryPart):
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
     """The file's digest, checked when the file is read. None accepts any file."""
     scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
-    """The `lora_scale` of requests that don't set one."""
+    """The `lora_scale` for requests that don't set one."""
     max_rank: int = Field(128, ge=1, le=1024)
 
     @property
@@ -101,8 +101,8 @@ class Control(_FolderBeside):
     """A ControlNet trained for the image model: a folder saved by diffusers' ControlNetModel."""
 
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """How to convert a caller's image to a map. `none`: the image is already a map (depth, a pose).
-    `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
+    """How to convert a caller's image to a map. `none`: the image is already a map (depth or a
+    pose). `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
     """
     canny_low: int = Field(100, ge=0, le=2040)
     canny_high: int = Field(200, ge=0, le=2040)
@@ -136,7 +136,7 @@ class IpAdapter(_FolderBeside):
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
     """The file's digest, checked when the file is read. None accepts any file."""
     scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
-    """The `ip_adapter_scale` of requests that don't set one."""
+    """The `ip_adapter_scale` for requests that don't set one."""
 
 
 class UpscaleStep(EntryPart):
@@ -166,7 +166,7 @@ class DeepCacheSettings(EntryPart):
     """
 
     cache_interval: int = Field(3, ge=2, le=20)
-    """The whole UNet is computed once per this many steps."""
+    """Interval, in steps, at which the whole UNet is computed."""
     cache_branch_id: int = Field(0, ge=0, le=8)
     """In the other steps, only this many of the UNet's first layers, and one more of its last
     layers than that, are computed.
@@ -176,7 +176,7 @@ class DeepCacheSettings(EntryPart):
 class ImageDefaults(EntryPart):
     """Defaults and limits for an image model's parameters.
 
-    `scheduler` is one of shared.models.schedulers.
+    `scheduler` is one of the names in shared.models.schedulers.
     """
 
     width: Positive = 512
@@ -191,8 +191,8 @@ class ImageDefaults(EntryPart):
     """Width and height must be multiples of this number (the VAE's scale)."""
     interface: ImageInterface | None = None
     """The pipeline's tasks and fields, as written by `penstock models check`: either the file's
-    path, relative to the catalog's folder, or its contents. The defaults above are then the
-    pipeline's. If None, the API accepts all fields, and the worker rejects fields the pipeline does
+    path, relative to the catalog's folder, or its contents. The defaults above then come from the
+    pipeline. If None, the API accepts all fields, and the worker rejects fields the pipeline does
     not support.
     """
     join: Literal["auto", "never"] = "auto"
@@ -283,7 +283,7 @@ class ImageDefaults(EntryPart):
 
     @property
     def shortcuts(self) -> tuple[object, ...]:
-        """Settings that make results differ from computing every step in full.
+        """Settings that change the results compared with computing every step in full.
 
         Empty if there are none.
         """

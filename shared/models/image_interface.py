@@ -76,7 +76,7 @@ class ImageInterface(BaseModel):
     def difference(self, other: ImageInterface) -> str:
         """Returns the first difference from another interface. Empty if they are equal.
 
-        Defaults, which only the entry has, and order are not compared.
+        Order is not compared, and neither are defaults, which only the entry has.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)

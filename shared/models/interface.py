@@ -1,7 +1,7 @@
 """A custom model's inputs and output: the contents of `penstock.schema.json`.
 
 `penstock models check FOLDER` writes it next to the class. The API, the console, and reports read
-it, so none of them needs the model's code. A worker whose code does not match the file refuses to
+it, so none of them need the model's code. A worker whose code does not match the file refuses to
 start.
 """
 
@@ -85,7 +85,7 @@ class ModelInterface(BaseModel):
         """Returns the required inputs, each with the simplest value.
 
         Args:
-            text: the value for texts, and the content of files.
+            text: the value of text inputs, and the contents of files.
         """
         required = self.inputs.get("required", ())
         return {name: _example(self.properties[name], text) for name in required}

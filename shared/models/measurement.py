@@ -41,7 +41,7 @@ class ModelMeasurement(BaseModel):
     peak_memory_bytes: int = Field(gt=0)
     """Maximum memory used by the class's processes, excluding GPU memory."""
     input_bytes: int = Field(ge=0)
-    """Item size: its values as JSON, plus its files."""
+    """Item size: the item's values as JSON, plus its files."""
     output_bytes: int = Field(ge=0)
     """Result size, measured in the same way."""
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
@@ -53,12 +53,12 @@ class ModelMeasurement(BaseModel):
         return self.batches[items] / items
 
     def is_of(self, gpu_type: str) -> bool:
-        """Returns whether the class was measured on this GPU type from the catalog, or `none`."""
+        """Returns whether the class was measured on this catalog GPU type (`none` means a CPU)."""
         return is_device_of(self.device, gpu_type)
 
 
 def is_device_of(device: str, gpu_type: str) -> bool:
-    """Returns whether a device has this catalog GPU type, or is a CPU for type `none`."""
+    """Returns whether a device matches this GPU type from the catalog (`none` means a CPU)."""
     if gpu_type == "none" or device == CPU:
         return (gpu_type == "none") == (device == CPU)
     return set(_words(gpu_type)) <= set(_words(device))

@@ -39,7 +39,7 @@ QUEUED_FROM = 2.5
 waits.
 """
 IDLE_FADE_S = 120.0
-"""After this much idle time, a measurement counts only a third as much, because workers come and
+"""After this much idle time, a measurement has only a third of its weight, because workers come and
 go.
 """
 NEWEST_WEIGHT = 0.1
@@ -61,8 +61,8 @@ MIN_RATE = 0.02
 MIN_STEPS = 3
 """Minimum number of steps with similar work needed for an estimate."""
 SLOWED = 2.0
-"""If a step takes up to this multiple of the usual time, other work on the same device slowed the
-entire step, including its spare part.
+"""If a step takes up to this multiple of the usual time, other work on the device is assumed to
+have slowed the entire step, including its spare part.
 
 The time beyond that is unreported work.
 """
@@ -73,8 +73,8 @@ MAX_AHEAD_S = 1.0
 """Seconds of work that a worker may hold in addition to two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""After this long, the earlier number still counts for a third, so the number of jobs held shrinks
-slowly.
+"""After this much time, the earlier number still has a weight of one third, so the number of jobs
+held shrinks slowly.
 """
 ACK_LINGER_S = 0.02
 """How long job acks wait so that they can be sent together.
@@ -168,7 +168,7 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how many seconds longer than normal the current pause is, at least 0."""
+        """Returns how many seconds longer than normal the current pause is, or 0 if it isn't."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 

@@ -12,7 +12,7 @@ PLACES = 9
 within a billionth.
 """
 DIGITS = 4
-"""Number of significant digits on pages for amounts below a dollar."""
+"""Number of significant digits shown on pages for amounts below a dollar."""
 CENTS = 2
 _WIDE = Context(prec=400)
 """Enough precision for any double."""

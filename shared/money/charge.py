@@ -1,8 +1,7 @@
 """Item charges. Rows, response headers, and predictions all get their amounts from here.
 
 Because rows and headers both call `charge_of` with the same `ItemPrice`, they can't differ. Both
-get the price from `price_of` for the time the request arrived, which the request's job carries to
-the worker.
+get the price from `price_of` for the request's arrival time, which its job carries to the worker.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def work_unit_of(model: Model, price: ItemPrice) -> str | None:
 def is_ended_by_caller(outcome: ItemOutcome) -> bool:
     """Returns whether the caller is the reason an item has no result.
 
-    A schema can make a text fail at its last token, after the rest has already been read.
+    A schema can cause text to fail at its last token, after the rest has already been read.
     """
     is_broken = outcome.error is not None and outcome.error.code in BROKEN_BY_CALLER
     return is_broken or outcome.status in ENDED_BY_CALLER
@@ -159,14 +158,14 @@ def compute_charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def count_work(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the amount of work that an item counts toward limits.
+    """Returns the amount of work counted toward limits for an item.
 
     Only this function makes that decision.
 
-    A delivered item counts as the work that its price is based on. An item without a result costs
-    nothing, but the work done for it still counts, so that a tenant can't waste more work than its
-    limits would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's
-    input.
+    For a delivered item, the amount counted is the work that its price is based on. An item without
+    a result costs nothing, but the work done for it still counts, so that a tenant can't waste more
+    work than its limits would let it buy. The unit is tokens, pixel-steps, or the weight of a
+    custom class's input.
     """
     receipt = outcome.receipt
     work = float((receipt.tokens or 0) + (receipt.pixel_steps or 0) + (receipt.work or 0))
@@ -180,7 +179,7 @@ def count_work(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def _is_delivered(outcome: ItemOutcome) -> bool:
-    """Returns whether the caller received everything that the receipt counts.
+    """Returns whether the caller received everything counted in the receipt.
 
     Our failures are never charged.
     """

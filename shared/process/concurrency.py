@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs a coroutine that never returns. If it returns before `stop` is called, a bug is logged.
+    """Runs a coroutine that never returns. Logs a bug if it returns before `stop` is called.
 
     Args:
         on_bug: called if the coroutine returns before `stop` is called.
@@ -63,16 +63,15 @@ def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
 
 
 def add_jitter(period_s: float) -> float:
-    """Returns `period_s`, up to a tenth shorter, so that timers started together drift apart."""
+    """Returns `period_s` reduced by up to a tenth, so that timers started together drift apart."""
     return period_s * random.uniform(0.9, 1.0)
 
 
 class FairPermits:
     """A limited number of permits shared by several owners, such as threads of a blocking client.
 
-    An owner may take a permit if more permits are free than it already holds, so a single owner
-    gets at most half of them, and using all of them takes several owners. Waiting owners take
-    turns.
+    An owner may take a permit only if more permits are free than it already holds, so a single
+    owner gets at most half, and it takes several owners to use them all. Waiting owners take turns.
     """
 
     def __init__(self, permits: int) -> None:
@@ -91,7 +90,7 @@ class FairPermits:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # its turn came at the same moment
+            if turn.done() and not turn.cancelled():  # the owner's turn came at the same moment
                 self.give(owner)
             else:
                 self._leave(owner, turn)
@@ -108,7 +107,7 @@ class FairPermits:
         return self._running[owner] < self._permits - self._running.total()
 
     def _start_next(self) -> None:
-        """Hands out permits, longest-waiting first, as long as any waiting owner may have one."""
+        """Hands out permits, longest-waiting owner first, while any waiting owner may have one."""
         while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
             turn = self._waiting[owner].popleft()
             if self._waiting[owner]:

@@ -20,7 +20,7 @@ def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
         quota_file: the control group's `cpu.max` file, which doesn't need to exist.
 
     Returns:
-        At least 1. A fraction of a core counts as one core.
+        At least 1. A fractional quota is rounded up to a whole core.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Tunes Python's garbage collector for a serving process. Call it once, after startup."""
+"""Tunes Python's garbage collector for a serving process. Call this once, after startup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ With the default of 700, there would be several collections per request.
 
 
 def settle_heap(*, grows_by_millions: bool = False) -> None:
-    """Excludes all objects created at startup from later collections and collects less often.
+    """Excludes all objects created at startup from later collections, and collects less often.
 
     Otherwise, modules and long-lived objects would add milliseconds to each collection.
 

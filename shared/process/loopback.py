@@ -26,10 +26,10 @@ def is_loopback(host: str) -> bool:
 def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.environ) -> None:
     """Makes this process and its children bypass proxies when connecting to this machine.
 
-    Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
-    the lowercase names, and reads `no_grpc_proxy` before `no_proxy`. So this machine's hosts are
-    added to all of the proxy-exclusion variables. Call this before anything else in a program,
-    because some libraries read the environment when imported.
+    Libraries handle `HTTP_PROXY` and `NO_PROXY` differently. gRPC, for example, reads only the
+    lowercase names, and reads `no_grpc_proxy` before `no_proxy`. So this machine's hosts are added
+    to all of the proxy-exclusion variables. Call this before anything else in a program, because
+    some libraries read the environment when imported.
 
     Args:
         variables: environment to change. The environment is left unchanged if it does not set a

@@ -1,7 +1,7 @@
 """Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
 Each day is a partition. A query writes each day with WRITE_TRUNCATE, which BigQuery applies
-completely or not at all, so a rerun replaces the day, and readers never see a partial day:
+atomically, so a rerun replaces the day and readers never see a partial one:
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
 Days are in the billing time zone, both for scheduled runs and for backfills.
@@ -35,7 +35,7 @@ AGAIN_DAYS = 3
 MAX_DAYS = 31
 """Maximum number of days per call, enough for a month."""
 SETTLING = timedelta(minutes=5)
-"""How long to wait for an hour's rows before evaluating it."""
+"""How long to wait for an hour's rows before evaluating that hour."""
 
 DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
 LIMITS: Mapping[str, int | float] = {
@@ -71,7 +71,7 @@ def days_asked(parameters: Mapping[str, object], tz: str, now: datetime) -> list
 
     Args:
         parameters: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last
-            complete day and the AGAIN_DAYS before it.
+            complete day and the AGAIN_DAYS days before it.
 
     Raises:
         BadInput: a field is invalid, the range is too long, or its last day is not over yet.

@@ -147,7 +147,7 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
 
 def check_fits(report: Report, question: ReportQuestion) -> None:
-    """Rejects filters a report does not support, because the result would include other rows too.
+    """Rejects unsupported filters, because the report's result would include other rows too.
 
     Raises:
         BadInput: the report does not support a filter. `field` is the filter's name.
@@ -236,7 +236,7 @@ class Parameter:
     type: str
     """The parameter's GoogleSQL type."""
     default: float | None
-    """None if the caller that runs the report passes a value."""
+    """None if the code that runs the report passes a value."""
     about: str
 
 
@@ -250,7 +250,7 @@ class Plot:
     by: str
     """Column for the horizontal axis."""
     color: str = ""
-    """Column whose values each get their own color. For a heat map, the column for the vertical
+    """Column whose values each get a different color. For a heat map, the column for the vertical
     axis.
     """
 
@@ -272,7 +272,7 @@ class Report:
     """Standard parameters the report does not support: tenants, models, or tz."""
     plots: tuple[Plot, ...]
     totals: frozenset[str]
-    """Columns whose sum over all lines is meaningful."""
+    """Columns for which a sum over all lines is meaningful."""
     notes: str
     days: int
     """Default number of days to look back."""

@@ -35,8 +35,8 @@ CSV_HEADS = (
     *("invoice_total_usd", "amount_due_usd", "tax_usd", "price_per"),
 )
 PRICE_PLACES = range(PLACES, 16)
-"""Number of decimal places in a unit price. An average over many units has more decimals than a
-catalog price.
+"""Number of decimal places in a unit price. An average over many units has more decimal places than
+a catalog price.
 """
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -95,7 +95,7 @@ class InvoiceLine:
 
     @property
     def unit_price(self) -> str:
-        """Returns the unit price with as many decimals as the amount requires.
+        """Returns the unit price with as many decimal places as the amount requires.
 
         Empty if there is none.
 
@@ -162,7 +162,7 @@ def invoices(result: ReportResult, terms: InvoiceTerms) -> list[Invoice]:
     """Returns one invoice per tenant and month, from a result of the `invoice` report."""
     lines: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
-        # Rows without a tenant belong to no customer. The report data_quality counts them.
+        # Rows without a tenant belong to no customer. The data_quality report counts them.
         if record["tenant"]:
             lines.setdefault((record["tenant"], record["month"]), []).append(record)
     # A query for a month that has not ended is cut off at the current time.
@@ -187,7 +187,7 @@ def day_after(month: date) -> date:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """Returns the invoice number, which is unique and the same if the invoice is recreated."""
+    """Returns the invoice number, which is unique and unchanged if the invoice is recreated."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 
@@ -212,7 +212,7 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
 
 
 def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
-    """Returns CSV with one line per invoice line."""
+    """Returns CSV with one row per invoice line."""
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(CSV_HEADS)

@@ -43,9 +43,9 @@ NO_CREDENTIALS = (
     "in the folder where penstock up is running"
 )
 MAX_SERIES = 8
-"""Number of distinguishable colors. The smallest series are drawn together."""
+"""Number of distinguishable colors. The smallest series are combined."""
 MAX_BARS = 24
-"""Maximum number of names that are readable along an axis. The smallest bars are drawn together."""
+"""Maximum number of names that are readable along an axis. The smallest bars are combined."""
 OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
@@ -290,7 +290,7 @@ class PlotSeries(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """A plot with its numbers."""
+    """A plot and the numbers it shows."""
 
     kind: PlotKind
     title: str

@@ -1,4 +1,4 @@
-"""A scheduled run: totals days, evaluates their hours, and creates invoices and summaries.
+"""A scheduled run: totals each day, evaluates its hours, and creates invoices and summaries.
 
 Each step replaces the results of earlier runs for the same day, so a run can be repeated at any
 time, even concurrently. `penstock run-daily` and the `reports` function perform the same run.
@@ -132,7 +132,7 @@ class ScheduledReports:
         new = [
             anomaly for anomaly in await self._anomalies(day, steps) if _key(anomaly) not in known
         ]
-        # A backfill of last month's days is not news.
+        # Anomalies found while backfilling last month's days aren't news.
         if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
             for anomaly in new:
                 ANOMALIES.labels(anomaly.measure).inc()

@@ -8,8 +8,8 @@ Redis level reads and writes many raw values at once.
 
 A result is unpaid if nobody was charged for it, because the response was never delivered. An unpaid
 result is marked in Redis, under a separate key alongside the entry. The first hit takes the mark
-and is charged like a miss. A mark doesn't apply to a result computed later than the one the mark
-was created for. Releases without marks charge for such a hit as they do for any other hit.
+and is charged like a miss. A mark doesn't apply to a result computed after the one it was created
+for. Releases that don't support marks charge for such a hit like any other.
 """
 
 from __future__ import annotations
@@ -221,11 +221,11 @@ class Hit(NamedTuple):
 
     @property
     def repeated(self) -> Hit:
-        """Returns the same result for another item, which does not pay a second time."""
+        """Returns the same result for another item, which is not charged for it again."""
         return Hit(self.result, self.level)
 
     def receipt(self, **fields: Any) -> Receipt:
-        """Returns the hit's receipt, which is the same as for a miss if this hit pays.
+        """Returns the hit's receipt, which is the same as for a miss if this hit is charged.
 
         Args:
             **fields: other fields of the receipt.
@@ -247,7 +247,7 @@ class Hit(NamedTuple):
 def compute_owed(receipt: Receipt) -> Owed | None:
     """Returns the amount left unpaid if the result with this receipt is not delivered.
 
-    None if the result was not going to be charged in full anyway, because another item pays for it.
+    None if another item pays for the result, so it was not going to be charged in full.
     """
     if receipt.cache in SHARED:
         return None
@@ -317,7 +317,7 @@ class ResultCache(RedisStore):
         return [key for key in keys if self._memory.get(key, now_s) is not None]
 
     def _in_memory(self, keys: Iterable[str]) -> dict[str, Hit]:
-        """Returns results in memory that are known to be paid."""
+        """Returns results in memory that are known to be paid for."""
         now_s, hits = self._clock(), dict[str, Hit]()
         for key in keys:
             cached = self._memory.get(key, now_s)
@@ -350,7 +350,7 @@ class ResultCache(RedisStore):
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
                     marked[key] = cached
         owed = await self._take_marks(marked) if marked else {}
-        if owed is None:  # it is unknown whether they are paid, so they are recomputed
+        if owed is None:  # it is unknown whether they have been paid for, so they are recomputed
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
         for key, cached in entries.items():
             self._memory.put(key, cached._replace(state="paid"))
@@ -378,7 +378,7 @@ class ResultCache(RedisStore):
             return None
 
     async def _take_marks(self, marked: Mapping[str, _Kept]) -> dict[str, Owed] | None:
-        """Takes marks. Marks that another caller took first are missing.
+        """Takes marks. Marks that another caller took first are omitted.
 
         If the caller is canceled while waiting, any marks taken are restored.
 
@@ -409,7 +409,7 @@ class ResultCache(RedisStore):
         self.mark_unpaid(await taking or {}, ttl_s)
 
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
-        """Marks results as unpaid, so that the first hit on each one pays. Never raises.
+        """Marks results as unpaid, so that the first hit on each one is charged. Never raises.
 
         The marks are written to Redis in the background. Hits in this process wait until the marks
         are written.
@@ -453,7 +453,7 @@ class ResultCache(RedisStore):
         """Stores results in both levels. Never raises, and waits like get_many.
 
         Args:
-            ttl_s: how many seconds to keep the results. 0 means they are not stored.
+            ttl_s: how many seconds to keep the results, or 0 to not store them.
             finished_at_s: Unix times at which they were finished, keyed by cache key, to
                 distinguish their marks from those for earlier results. Missing: not known.
         """
@@ -498,7 +498,7 @@ class _Kept(NamedTuple):
     state: Literal["paid", "unknown", "unpaid"] = "paid"
     """A worker does not know whether its results were delivered.
 
-    Redis has that information in the form of marks.
+    Redis stores that information as marks.
     """
 
 

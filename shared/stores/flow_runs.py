@@ -14,9 +14,9 @@ are in a hash alongside the record, `<record>:flow`, which is deleted with the r
     o:<item>         how an item ended, by its index in the run
     w:<item>         the jobs handed to the process that ended the job that begins with this item
 
-The scripts next to this file (flow_*.lua) decide what counts: a step's first plan, an item's first
-outcome, and nothing once the run is closed or has ended. Repeating a call after any crash therefore
-leads to the same result.
+The scripts next to this file (flow_*.lua) decide what is counted: a step's first plan, an item's
+first outcome, and nothing once the run is closed or has ended. Repeating a call after any crash
+therefore leads to the same result.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -39,7 +39,7 @@ leave no room for the step.
 """
 _PLANNED: dict[int, Planned] = {1: "stored", 0: "known", -1: "ended", -2: "no_room"}
 WINDOW_JOBS = 64
-"""Approximate number of jobs that each step of a run has in the topic at once."""
+"""Approximate number of jobs per step that a run keeps in the topic at once."""
 _STATES = "shared/stores/record_states.lua"
 _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
@@ -106,7 +106,7 @@ class FlowRuns:
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 
     async def note_published(self, run: str, step: int) -> None:
-        """Records that the broker has a step's first jobs."""
+        """Records that the broker has received a step's first jobs."""
         await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
@@ -139,7 +139,7 @@ class FlowRuns:
         return [Look(bool(is_open), bool(begins), done) for is_open, begins, done in answers]
 
     async def close(self, run: str, reason: bytes) -> bool:
-        """Closes a run, so that no further items count. Returns whether it was open.
+        """Closes a run, so that no further items are counted. Returns whether it was open.
 
         Raises:
             Unavailable: Redis did not respond, but may have closed it.
@@ -204,7 +204,7 @@ class Marked(NamedTuple):
     outcomes: list[bytes | None]
     """The stored outcome of each item, old or new.
 
-    None if nothing counts because the run has ended.
+    None if nothing is counted because the run has ended.
     """
 
     @property

@@ -1,7 +1,8 @@
 """Bytes stored for a tenant under keys that don't name it: fetched files and class results.
 
 Their keys identify content or a request, so listing a tenant's folder doesn't find them. For each
-one, an empty marker object counts it toward the tenant's storage quota (api/inputs/storage.py):
+one, an empty marker object makes it count toward the tenant's storage quota
+(api/inputs/storage.py):
 
     files/held/<owner>/<until>_<bytes>_<id>
 """

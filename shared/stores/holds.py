@@ -79,7 +79,7 @@ class DueHold(NamedTuple):
 
 
 def hold_keys(prefix: str) -> tuple[str, str]:
-    """Returns the keys of all holds, and of their due times."""
+    """Returns the keys for all holds and for their due times."""
     return f"{prefix}predictions:holds", f"{prefix}predictions:held"
 
 

@@ -1,6 +1,6 @@
 """Finds the key store at PENSTOCK_KEYS_URL and the names that its plans and keys may use.
 
-In a file, such as one mounted by Secret Manager or Kubernetes, that the API only reads. The CLI
+In a file that the API only reads, such as one mounted by Secret Manager or Kubernetes. The CLI
 first appends an audit event to FILE.audit.jsonl, then replaces the whole file. Last-used times are
 not recorded.
 
@@ -299,7 +299,7 @@ def _to_disk(descriptor: int) -> None:
 
 
 def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
-    """Returns the store at `url`, not yet opened.
+    """Returns the store at `url` without opening it.
 
     Args:
         url: `file:///PATH`, or a Redis URL.

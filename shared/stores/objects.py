@@ -49,7 +49,7 @@ from shared.process.concurrency import FairPermits
 PART_BYTES = 8 * 1024 * 1024
 """Parts are uploaded one at a time. S3 and GCS require at least 5 MiB, except for the last part."""
 WRITE_BYTES = 1024 * 1024
-"""Pieces are collected up to this size, because each write uses a thread."""
+"""Pieces are buffered up to this size, because each write uses a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
 """Memory used by a writer: one part being collected and one being uploaded."""
 
@@ -58,15 +58,15 @@ TIMEOUT_S = 10.0
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
-"""Threads wait for the store, so the number needed depends on the store's latency. With a bucket 30
-ms away each way, a call took 65 ms, and 8 threads stored 112 files (100 kB each) per second,
-compared with 147 per second for a nearby bucket.
+"""Threads wait for the store, so the number of threads needed depends on the store's latency. With
+a one-way latency of 30 ms to the bucket, a call took 65 ms, and 8 threads stored 112 files (100 kB
+each) per second, compared with 147 per second for a nearby bucket.
 
 An owner gets at most half of the threads, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
-"""Keys of a tenant's objects start with two folders and the tenant's digest, so a tenant takes
-turns as a single owner across all folders.
+"""Keys of a tenant's objects start with two folders and the tenant's digest, so a tenant is treated
+as a single owner across all folders.
 
 Other keys identify content within this many segments, so each counts as a separate owner.
 """
@@ -350,7 +350,8 @@ class ObjectStore:
         """Moves an object, replacing any object already at the new key. The data is not downloaded.
 
         Raises:
-            Unavailable: the store is unreachable or too slow. The object is at one of the two keys.
+            Unavailable: the store is unreachable or too slow. The object is at either the old key
+                or the new one.
         """
         _check(key)
         _check(new_key)

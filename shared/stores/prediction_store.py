@@ -89,12 +89,13 @@ class PredictionStore:
         If the budget is exhausted, the largest tenant's oldest finished predictions are dropped.
 
         Args:
-            deadline_s: Unix time when work on it stops.
+            deadline_s: Unix time when work on the prediction stops.
             keep_s: how many seconds to keep the prediction after it ends, or after its deadline if
                 it never ends.
             reply_bytes: maximum size of its reply.
             model: the model that will run the prediction, and whose queue it joins.
-            hold: the limits it has reserved (shared/stores/holds.py). Empty if there are none.
+            hold: the limits that the prediction has reserved (shared/stores/holds.py). Empty if
+                there are none.
             created_at_s: creation time in lists, as Unix time. None means now.
 
         Raises:
@@ -134,7 +135,7 @@ class PredictionStore:
         Returns False if the record already exists. Uses the same budget as `create`.
 
         Args:
-            tenant: the tenant whose list it appears in.
+            tenant: the tenant whose list includes the prediction.
             reply: its results, as an encoded ReplyBody.
             created_at_s: Unix time of the request.
             keep_s: how many seconds to keep it.
@@ -170,7 +171,7 @@ class PredictionStore:
 
         Args:
             keep_s: how many seconds from now to keep it. None keeps it for as long as before.
-            replaces: the document that it replaces. Empty if it is new.
+            replaces: the document to replace. Empty if it is new.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -248,7 +249,7 @@ class PredictionStore:
         """Returns the predictions that may have this state and model, in the same order.
 
         Unfinished predictions are included regardless of their state, because they may be late. An
-        empty state or model matches all.
+        empty state or model matches everything.
         """
         if not records:
             return []
@@ -258,7 +259,7 @@ class PredictionStore:
         return [records[position - 1] for position in positions]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
-        """Returns predictions' sizes in bytes, as counted toward their budget, or 0 if deleted."""
+        """Returns predictions' sizes in bytes, as counted toward their budget (0 if deleted)."""
         keys = map(self._redis.record_key, records)
         counts = await self._commands.run("HMGET", f"{self._redis.predictions_key}:counted", *keys)
         return [0 if count is None else int(count.partition(b" ")[0]) for count in counts]

@@ -50,11 +50,11 @@ EndState = Literal["succeeded", "failed", "canceled"]
 """The final states of a record."""
 
 JOB_KEEP_S = 120
-"""How long, in seconds, the record of a job that is not a prediction is kept after its last change,
-to handle late attempts.
+"""How many seconds to keep the record of a job that is not a prediction after its last change, to
+handle late attempts.
 """
 LATE_LOOK_S = 0.5
-"""How many seconds past its deadline a waiter with an open connection still checks whether the
+"""How many seconds past the deadline a waiter with an open connection keeps checking whether the
 record has ended.
 """
 LISTEN_POLL_S = 1.0
@@ -174,7 +174,7 @@ class Records:
             await self._commands.run_script(RELEASE, keys, *args)
 
     async def note_alone(self, record: str, *, begins: bool) -> bool:
-        """Records that a claimed job is, or no longer is, the only one that its worker is running.
+        """Records whether a claimed job is the only one that its worker is running.
 
         Returns whether Redis recorded it.
         """

@@ -229,7 +229,7 @@ class _PacksInC:
 
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
-    """Returns the reason this Redis might drop keys without a TTL. Empty if it keeps them.
+    """Returns the reason this Redis instance might drop keys without a TTL. Empty if it keeps them.
 
     Raises:
         RedisError, OSError: Redis did not respond.
@@ -254,7 +254,7 @@ class RedisLink:
         retry_s: upper bound on the first pause before a background retry.
         field: the setting that contains the URL, named in error messages.
         checks_policy: True to check, after a start or an outage, that Redis does not evict keys
-            without a TTL. If the policy is wrong, that is logged. Only one user of each Redis
+            without a TTL. If the policy is wrong, an error is logged. Only one user of each Redis
             should check.
     """
 

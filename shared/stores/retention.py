@@ -4,9 +4,9 @@ Predictions and responses stored for Idempotency-Keys must be kept, so they have
 Redis doesn't evict them. Without a budget, one tenant could fill Redis. No tenant could then create
 a prediction or use a key, and the cache would stay empty.
 
-shared/stores/retention.lua contains the functions that these stores' scripts call. They count each
-tenant's entry bytes. If a new entry does not fit, the largest tenant's oldest entry is dropped. A
-tenant therefore never loses anything to a tenant that sends more.
+shared/stores/retention.lua contains the functions that these stores' scripts call. They count the
+bytes of each tenant's entries. If a new entry does not fit, the largest tenant's oldest entry is
+dropped. A tenant therefore never loses entries because another tenant sends more.
 
 The counts are kept alongside the entries, not in them. If an entry is removed without its count (by
 an operator, or by a release without budgets), the count is dropped later, when its turn comes.

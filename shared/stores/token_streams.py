@@ -55,7 +55,7 @@ SURE_SHARE = 0.8
 MAX_GAP_S = 0.5
 """Maximum pause between polls, no matter how slow the model is."""
 FIRST_SHARE = 0.05
-"""Maximum pause between polls before the first token, relative to the time waited so far."""
+"""Maximum pause between polls before the first token, as a fraction of the time waited so far."""
 MAX_IN_A_ROUND_TRIP = 128
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class TokenStreams:
         return None
 
     async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
-        """Returns chunks of several items, each starting with the first that ends after a position.
+        """Returns each item's chunks, starting with the first that ends after a position.
 
         Returned chunks count as delivered. If a record ended without a result, or is about to, only
         chunks that were already delivered are returned.
@@ -121,7 +121,7 @@ class TokenStreams:
         return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
 
     async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
-        """Returns the delivered parts of items that end without a result, so they can be charged.
+        """Returns the delivered parts of items that end without a result, so they can be billed.
 
         From then on, readers receive only tokens that they could already have read.
         """
@@ -191,9 +191,9 @@ def _parse_delivery(read: int, prompt: bytes) -> Delivered | None:
 class ReadPace:
     """Determines when to check for an item's next tokens: shortly before they are likely to arrive.
 
-    The shorter of the last two gaps counts, so one pause does not change the pace. Before the first
-    token, pauses grow with the wait, so the first token is late by only a small fraction of that
-    wait.
+    The shorter of the last two gaps is used, so a single pause does not change the pace. Before the
+    first token, pauses grow with the wait, so the first token is late by only a small fraction of
+    that wait.
 
     Args:
         began_s: when the reader started waiting, on the clock used by the calls.
@@ -244,7 +244,10 @@ class _Reader:
 
 
 class TokenReader:
-    """This instance's readers. As long as there are any, a single task reads for all of them."""
+    """This instance's readers.
+
+    As long as there are any readers, a single task reads for all of them.
+    """
 
     def __init__(self, streams: TokenStreams) -> None:
         self._streams = streams
@@ -263,8 +266,8 @@ class TokenReader:
         """Yields the items' tokens, starting with the first, until their record has ended.
 
         Args:
-            limit_s: an empty result is yielded each time this long passes without new tokens. While
-                Redis is unreachable, there are no new tokens.
+            limit_s: an empty result is yielded whenever this many seconds pass without new tokens.
+                While Redis is unreachable, there are no new tokens.
         """
         loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         mine = {_Reader(record, item, has_news) for item in range(items)}

@@ -52,7 +52,7 @@ class WebhookLog:
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Stores the data for a webhook whose prediction is deleted before it has been notified."""
+        """Stores the data for a webhook not yet notified when its prediction is deleted."""
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:

@@ -243,7 +243,7 @@ class Administration:
         return await self._change_key("key.revoke", key_id, revoke, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
-        """Creates or replaces a plan, or removes it if the plan is None.
+        """Creates or replaces a plan, or removes it if None is passed.
 
         Raises:
             NotThere: the plan to remove does not exist.
@@ -418,7 +418,7 @@ def redact_key_id(key_id: str) -> str:
 
 
 def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expired"]:
-    """Returns whether the key is accepted or, if not, the reason."""
+    """Returns whether the key is accepted and, if not, why."""
     if key.revoked_s is not None:
         return "revoked"
     if key.expires_s is not None and key.expires_s <= now_s:
@@ -435,7 +435,7 @@ def check_key_id(key_id: str) -> None:
     """Rejects a whole key sent in place of its ID, without repeating the key in the error.
 
     Raises:
-        BadInput: the value is more than an ID.
+        BadInput: the value contains more than an ID.
     """
     if holds_key(key_id):
         raise BadInput(f"id: {NOT_AN_ID}", field="id")

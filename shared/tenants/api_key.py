@@ -82,7 +82,7 @@ def hash_of(salt: bytes, key: ApiKey) -> bytes:
 
 
 def without_keys(text: str) -> str:
-    """Returns `text` with keys' secrets, whole or truncated, removed. Key IDs are kept."""
+    """Returns `text` with all key secrets, whole or truncated, removed. Key IDs are kept."""
     return _IN_TEXT.sub(r"\1…", text) if PREFIX in text else text
 
 

@@ -74,7 +74,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
-    """Budget shares that trigger the webhook, once a month per share."""
+    """Shares of the budget that each trigger the webhook once a month."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
     """URL to notify. Empty if there is none."""
     on_limit_store_outage: OnOutage = "deny"
@@ -95,7 +95,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def are_none(self) -> bool:
-        """True if nothing is counted."""
+        """True if there are no limits, so nothing is counted."""
         return not self.per_model and super().are_none
 
 
@@ -110,7 +110,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Public part of the key. Empty if keys are not required."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
-    """Plan name in the directory, for rows. Empty if there is no plan."""
+    """The plan's name in the directory, for usage rows. Empty if there is no plan."""
     key_limits: Limits | None = None
     """The key's limits, which apply in addition to the plan's. None if only the plan's limits
     apply.

@@ -41,7 +41,7 @@ class Served(NamedTuple):
 
 
 def document_mistakes(document: Document, served: Served | None, now_s: float) -> Iterator[Mistake]:
-    """Yields everything in a well-formed directory that can't work.
+    """Yields everything that can't work in a well-formed directory.
 
     Revoked and expired keys are skipped.
 

@@ -132,7 +132,10 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Returns whether to keep a trace that starts here. If so, the next trace uses its ID."""
+        """Returns whether to keep a trace that starts here.
+
+        If so, the next trace gets the ID that was sampled.
+        """
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
@@ -172,7 +175,7 @@ class OtlpSpan:
 
 
 class _ChosenIds(RandomIdGenerator):
-    """Reuses the ID for which a trace was sampled, so that the SDK makes the same decision."""
+    """Reuses the trace ID that sampling was based on, so that the SDK decides the same way."""
 
     def __init__(self) -> None:
         self._trace_id = 0

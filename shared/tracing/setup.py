@@ -84,7 +84,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
     """Returns whether spans are exported.
 
     Raises:
-        ConfigurationError: the variables ask for something this project does not support.
+        ConfigurationError: the variables request something this project does not support.
     """
     endpoint = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"

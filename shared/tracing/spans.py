@@ -304,7 +304,7 @@ def record(
 
     Args:
         times_s: start and end. Two machines' clocks may disagree about the order.
-        attributes: attributes, which must not include payloads or keys.
+        attributes: the span's attributes, which must not include payloads or keys.
         parent: the parent span. None means the current span.
         links: related spans in other traces.
         error: kind of failure, or empty.

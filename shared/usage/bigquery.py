@@ -8,7 +8,7 @@ fsynced: written rows survive a crash of the process, but not of the machine.
 A segment that waits for a long time is compressed to a fifth of its size. A packed segment is a
 gzip file with the same lines. Its name includes the number of rows, so that they can be counted
 without reading the file: `<segment>.<rows>.gz`. It is renamed into place before the segment is
-removed. If a process dies in between, both remain, and the packed one counts.
+removed. If a process dies in between, both remain, and only the packed one is used.
 
 Google's client writes rows and runs queries. Its errors are translated, and rejected rows are
 separated from the rows to retry. The sending thread imports it when the first rows arrive, because
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 PACKED_SUFFIX = ".gz"
 HALF_MADE = ".new"
 LEVEL = 1
-"""Takes 4 µs of CPU time per row, as much as writing it. Level 6 takes 10 µs and saves only a sixth
-more.
+"""Takes 4 µs of CPU time per row, as much as writing the row. Level 6 takes 10 µs and saves only a
+sixth more.
 """
 
 CREATE_TRIES = 3
@@ -317,7 +317,7 @@ class Spool:
         log.error("rows unreadable", extra={"rows": rows, "reason": reason, "path": str(aside)})
         try:
             segment.path.rename(aside)
-        except OSError:  # otherwise it would be read forever
+        except OSError:  # otherwise, it would be read again and again
             self._stuck.add(segment.path)
         segment.release()
 
@@ -442,7 +442,7 @@ class BigQuerySender:
         self._client: Any = None
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Inserts `rows`. Returns permanently rejected rows with BigQuery's reason.
+        """Inserts `rows`. Returns permanently rejected rows with BigQuery's reasons.
 
         A table from an older release lacks the newest columns. In that case, rows are written
         without them, and counted.
@@ -534,7 +534,7 @@ def run_query(
 
 
 def public_reason(reason: str, otherwise: str) -> str:
-    """Returns the part of BigQuery's error about a query that callers may see.
+    """Returns the part of a BigQuery query error that callers may see.
 
     Args:
         otherwise: text to return if nothing better is known.

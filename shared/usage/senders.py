@@ -71,11 +71,11 @@ class RowSender(Protocol):
 
     @property
     def linger_s(self) -> float:
-        """How long rows should wait for more rows, in seconds."""
+        """How long to wait for more rows before sending, in seconds."""
         ...
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the rows are safe, with any permanently rejected rows and the reasons.
+        """Returns any permanently rejected rows, with the reasons, once all other rows are safe.
 
         Raises:
             Unavailable: the rows may or may not be safe. Send them again.

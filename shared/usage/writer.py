@@ -70,7 +70,7 @@ An insertAll takes BigQuery tens of milliseconds or more. If batches were sent o
 would take hours to catch up after an outage of a few minutes.
 """
 HURRY_S = 0.05
-"""How long rows wait for more rows when disk writes fail and jobs are waiting for the rows."""
+"""How long to wait for more rows when disk writes fail and jobs are waiting for their rows."""
 CLOSE_S = 2.0
 """Time limit for the last sends when closing. A container has ten seconds for its whole shutdown.
 """
@@ -204,7 +204,7 @@ class Journal:
         return True
 
     def _seal(self) -> None:
-        """Closes the open segment. Batches over the memory limit stay only on disk."""
+        """Closes the open segment. Batches over the memory limit are kept only on disk."""
         batch, self._open = self._open, None
         if batch is not None and batch.rows:
             self._sealed.append(batch)
@@ -374,12 +374,12 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """True if a whole batch is waiting, or rows that can become safe only in BigQuery."""
+        """True if a full batch is waiting, or any rows that can become safe only in BigQuery."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
     def is_short_of_disk(self) -> bool:
-        """True if rows are only in memory."""
+        """True if some rows are only in memory."""
         return bool(self._unsaved)
 
     @property

@@ -1,8 +1,8 @@
 """HTTP requests to a URL that a caller chose, without access to our internal addresses.
 
 The name is resolved once, all of its addresses are checked, and the connection is made to one of
-them, so a name server that would answer differently the second time is never asked again. The
-certificate, SNI, and Host use the name.
+them, so a name server has no second chance to answer differently. The certificate, SNI, and Host
+use the name.
 
 aiohttp is imported when the first session is opened, because the import takes 0.15 s of CPU time,
 and few APIs fetch anything.
@@ -35,8 +35,8 @@ LOOK_UPS = 64
 """Maximum number of concurrent name lookups.
 
 If a name server does not respond, a lookup takes half a minute, even if no caller is waiting
-anymore. A tenant has eight concurrent fetches, and abandons each after CONNECT_LIMIT_S, so its
-names occupy at most 48 lookups.
+anymore. A tenant may run eight fetches at once, each abandoned after CONNECT_LIMIT_S, so its names
+occupy at most 48 lookups.
 """
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 # The event loop has only a few threads, and all other connections of the process need them.

@@ -1,7 +1,7 @@
 """The message for a webhook event, and the signature used when it is delivered.
 
-Signatures follow Standard Webhooks (https://www.standardwebhooks.com). OpenAI's, Replicate's, and
-Svix's clients verify them. Each tenant's secret is derived from the setting, so that no tenant can
+Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The OpenAI, Replicate, and
+Svix clients verify them. Each tenant's secret is derived from the setting, so that no tenant can
 sign on behalf of another.
 
 A webhook's URL is checked here for the API and the delivering function (shared/web/public_url.py).

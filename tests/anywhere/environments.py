@@ -19,7 +19,7 @@ OPEN_FILES = 1024
 BUSY_LOOPS = 4
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "as", "rustc", "cargo", "cmake")
 DEAD_PROXY = "http://127.0.0.1:9"
-"""Port 9, discard, has no server on any machine these days."""
+"""No machine runs a server on port 9 (discard) these days."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")
 NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy", "no_grpc_proxy")
 
@@ -241,12 +241,12 @@ def copy_compiled_code(home: Path) -> None:
 
 
 def is_reachable(folder: Path) -> bool:
-    """Returns whether any user may run a folder's programs."""
+    """Returns whether any user may run the programs in a folder."""
     return folder.is_dir() and all(place.stat().st_mode & 1 for place in (folder, *folder.parents))
 
 
 def usual_variables() -> Iterator[tuple[str, str]]:
-    """This process's variables that other users' shells would have: indexes, certificates."""
+    """This process's variables that any user's shell would have: indexes, certificates."""
     for name, value in os.environ.items():
         if name.startswith(("PIP_", "UV_", "SSL_")) and name != "UV_CACHE_DIR":
             yield name, value

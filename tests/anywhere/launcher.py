@@ -1,4 +1,4 @@
-"""`python launcher.py OPTIONS COMMAND...`: becomes a command on a machine that lacks something.
+"""`python launcher.py OPTIONS COMMAND...`: runs a command as if on a machine that lacks something.
 
 Needs only the standard library of any Python 3.11. OPTIONS is a JSON object; see `LIMITS`. Exits
 with SKIPPED and prints one line if this machine can't be restricted in that way.
@@ -94,7 +94,7 @@ def limit_shared_memory(size_mb: int) -> None:
 
 
 def hide_processes() -> None:
-    """Shows each user only its own processes in /proc."""
+    """Shows each user only that user's processes in /proc."""
     mount("proc", Path("/proc"), "proc", options="hidepid=invisible")
 
 
@@ -180,12 +180,12 @@ def limit_files(count: int) -> None:
 
 
 def set_umask(mask: int) -> None:
-    """Sets the permissions that new files do not get."""
+    """Sets the permissions withheld from new files."""
     os.umask(mask)
 
 
 def become(user: int) -> None:
-    """Becomes a user without privileges or groups."""
+    """Switches to a user without privileges or groups."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(user)
@@ -218,7 +218,7 @@ _NEED_MOUNTS = {"shared_memory_mb", "read_only", "hides_processes"}
 
 
 def main(words: Sequence[str]) -> None:
-    """Applies the options and becomes the command."""
+    """Applies the options, then replaces itself with the command."""
     options, command = json.loads(words[0]), words[1:]
     try:
         if _NEED_MOUNTS & options.keys():

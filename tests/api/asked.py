@@ -209,7 +209,7 @@ def predictions(model: str) -> st.SearchStrategy[Asked]:
 
 
 def as_json(path: str, body: object, method: str = "POST") -> Asked:
-    """Includes values that Python's encoder accepts but JSON does not have: NaN and Infinity.
+    """Includes values that Python's encoder accepts but JSON doesn't allow: NaN and Infinity.
 
     Lone surrogates are escaped.
     """

@@ -73,7 +73,7 @@ from workers.models.base import PreparedText, Preparer
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
-    """A text's or token list's vector: of unit length, and different for every input."""
+    """The vector for a text or token list: of unit length, and different for every input."""
     if not isinstance(given, ImageInput):
         given = msgspec.structs.replace(given, truncate="end")  # has no effect on short texts
     seed = zlib.crc32(repr(given).encode())
@@ -108,7 +108,7 @@ class FakeWorker:
     While `go` is cleared, every reply is held back. `broken` texts and prompts fail. With a cache,
     results are stored as a real worker stores them. `jobs` lists jobs in order of arrival. With
     `is_silent`, it takes jobs and never replies. `stores_results_in` receives all images. Jobs from
-    the requests in `unreadable` are reported as invalid. With a `preparer`, a text is checked and
+    the requests in `unreadable` are reported as invalid. With a `preparer`, text is checked and
     truncated as in a real worker, and its vector consists of its token ids. `jitter` makes replies
     arrive out of order. With records, predictions are claimed and finished as in a real worker.
     """
@@ -139,7 +139,7 @@ class FakeWorker:
         self.jitter: random.Random | None = None
         self.preparer: Preparer | None = None
         self.written = asyncio.Semaphore(10**6)
-        """Tokens that texts may still generate."""
+        """Number of tokens that texts may still generate."""
 
     @property
     def items(self) -> list[Item]:
@@ -317,7 +317,7 @@ def _stop_of(given: GenerationInput, said: list[str]) -> str:
 
 
 def segments_of(recording: CustomInput) -> list[dict[str, Any]]:
-    """Speech segments in a "recording": a text whose lines take a second and a half each."""
+    """Speech segments in a "recording": text whose lines take a second and a half each."""
     (file,) = recording.files
     assert file.data is not None, "a small one"
     said = file.data.decode().splitlines()
@@ -362,7 +362,7 @@ def _is_document(given: CustomInput) -> bool:
 
 
 def _pages_of(document: CustomInput) -> CustomResult:
-    """Pages read from a "document", which is a text with one page per line.
+    """Pages read from a "document", which is text with one page per line.
 
     The line "image" contains an image; "crowded" also has many references and words.
     """

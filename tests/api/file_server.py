@@ -1,4 +1,4 @@
-"""An https server with files that inputs refer to by URL, and its own certificate authority."""
+"""An HTTPS server for files that inputs refer to by URL, with a separate certificate authority."""
 
 from __future__ import annotations
 

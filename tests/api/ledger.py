@@ -43,7 +43,7 @@ BUDGET_USD = 1000.0
 EXACT_USD = 1e-9
 SETTLE_LIMIT_S = 5.0 * PATIENCE
 KEYS = {"one": "acme", "two": "acme", "other": "globex", "poor": "initech"}
-"""Each key's tenant, by the key's name in tests."""
+"""Each key's tenant, keyed by the key's name in tests."""
 POOR_USD = 0.001
 PRICED = MODEL.model_copy(
     update={
@@ -93,7 +93,7 @@ class Ledger:
         return await self.post(key, "/v1/embeddings", body, **given)
 
     def row_of(self, request: httpx.Response, item: int = 0) -> Row:
-        """The row that counts for an item in a request that got a response."""
+        """The row recorded for an item in a request that got a response."""
         wanted = f"{request.headers['x-request-id']}:{item}"
         [row] = [row for row in self.rows() if row.row_id == wanted]
         return row

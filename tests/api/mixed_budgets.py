@@ -38,7 +38,9 @@ class MixedBudgets:
         default_factory=lambda: {name: OWN_USD if name == "two" else RICH_USD for name in NAMES}
     )
     highest_usd: dict[str, float] = field(default_factory=dict)
-    """The highest budget so far, keyed by counter name. Infinite if there was ever no limit."""
+    """The highest budget so far, keyed by counter name. Infinite if there was no limit at any
+    point.
+    """
 
     @property
     def tenant_of(self) -> dict[str, str]:

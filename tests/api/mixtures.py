@@ -177,7 +177,7 @@ DEATHS = Mixture(
     batches=(Ask("batch", items=(0, 1, 6)),),
     turn=1,
 )
-"""An instance with requests of every kind dies, and then the batch process does."""
+"""An instance with requests of every kind dies, followed by the batch process."""
 
 BUDGETS = Mixture(
     waves=(

@@ -23,7 +23,7 @@ CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
 
 
 class MovedClock:
-    """Moves `time.time`, and the time one Redis uses for limits, until `patch` is undone."""
+    """Moves `time.time`, and one Redis instance's time for limits, until `patch` is undone."""
 
     def __init__(self, redis_url: str, patch: pytest.MonkeyPatch) -> None:
         self._client = redis.Redis.from_url(redis_url)

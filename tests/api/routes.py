@@ -20,5 +20,5 @@ def _walked(routes: Iterable[BaseRoute], prefix: str) -> Iterator[tuple[str, str
             for method in sorted(route.methods or ()):
                 yield method, prefix + route.path
         elif (router := getattr(route, "original_router", None)) is not None:
-            # `include_router` leaves this in an app.
+            # `include_router` adds this to an app's routes.
             yield from _walked(router.routes, prefix + route.include_context.prefix)  # type: ignore[attr-defined]

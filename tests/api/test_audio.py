@@ -1,4 +1,4 @@
-"""Recordings to transcribe and texts to speak, as OpenAI's client requests them."""
+"""Recordings to transcribe and text to speak, as requested by OpenAI's client."""
 
 from __future__ import annotations
 

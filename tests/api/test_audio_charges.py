@@ -1,4 +1,4 @@
-"""The costs of recordings and spoken texts agree in all three books."""
+"""The costs of recordings and spoken text agree in all three books."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ async def test_who_knows_only_the_id_is_told_nothing(keys: ApiKeys) -> None:
 async def test_every_wrong_key_takes_the_same_path(
     keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rejection makes the same calls, whatever the reason."""
+    """Every rejection makes the same calls, regardless of the reason."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:

@@ -281,7 +281,7 @@ NULLS_REFUSED = {
     (RESPONSES, "call_id"),
     ("/v1/responses/input_tokens", "input"),
 }
-"""Null would mean a text without a prompt, a result without a call, or nothing to count."""
+"""Null would mean text without a prompt, a result without a call, or nothing to count."""
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,7 @@ async def test_image_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnde
 
 @pytest.fixture
 def short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits that apply before the API starts."""
+    """Limits set before the API starts."""
     monkeypatch.setattr(codec_pool, "MAX_QUEUED", 3)
 
 

@@ -22,7 +22,9 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Returns a bytes parameter's length as its id. None leaves other values to pytest.
+    """Returns a bytes parameter's length as its id.
+
+    For other values, returning None lets pytest choose the id.
 
     Two processes collect the tests and must come up with the same names.
     """

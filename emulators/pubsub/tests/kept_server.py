@@ -1,4 +1,4 @@
-"""A real server process with a data directory, which tests kill and restart."""
+"""A real server process, with a data directory, that tests kill and restart."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How long tests wait for expected events, and how many times they repeat randomized ones.
+"""How long tests wait for expected events, and how many times randomized tests repeat.
 
 A limit only ends a hung test; no test outcome depends on it. Each is at least ten times the time
 needed on an idle machine with two cores. EMULATOR_TEST_PATIENCE=3 multiplies the limits for a

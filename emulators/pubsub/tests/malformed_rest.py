@@ -42,7 +42,7 @@ class RestRequests:
 
     Args:
         fill: fills a protobuf request with random values.
-        kinds: class of each call's request.
+        kinds: request class for each call.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RestRequests:
         return copy.deepcopy(self._random.choice(VALUES))
 
     def _damage(self, fields: Any) -> None:
-        """Inserts values of the wrong type and unknown fields."""
+        """Inserts unknown fields and values of the wrong type."""
         if isinstance(fields, dict):
             if self._random.random() < 0.05:
                 fields[self._text() or "x"] = self._value()

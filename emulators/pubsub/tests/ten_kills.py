@@ -1,6 +1,6 @@
 """`python -m tests.ten_kills FOLDER [SEED]`: ten SIGKILLs, with a disk that is sometimes full.
 
-The seed determines message sizes and how long after a rejection the kill comes.
+The seed determines message sizes and how long after a rejection the server is killed.
 
 The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it can mount a
 small disk.
@@ -30,7 +30,7 @@ ENOUGH_SMALL, ENOUGH_LARGE = 60, 5
 """Number of responses before a kill."""
 SMALL_BYTES, LARGE_BYTES = (200, 2_000), (20_000, 50_000, 200_000)
 PAUSES_S = (0.0, 0.01, 0.1, 0.2)
-"""Pauses before a kill, to hit the server as it rejects, makes room, or has room again."""
+"""Pauses before a kill, to catch the server rejecting, making room, or with room again."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ def check_order(pulled: Any) -> None:
 async def kill_in_traffic(
     server: KeptServer, ledger: Ledger, kill: int, draw: random.Random
 ) -> None:
-    """Runs publishers, and consumers unless the disk must fill up, then kills the server."""
+    """Runs publishers (and consumers, unless the disk must fill up), then kills the server."""
     is_full = kill % 3 == 2
     size = draw.choice(LARGE_BYTES if is_full else SMALL_BYTES)
     enough = len(ledger.answered) + (ENOUGH_LARGE if is_full else ENOUGH_SMALL)
@@ -108,7 +108,7 @@ async def kill_in_traffic(
                 traffic.create_task(consume_until_killed(wire, ledger, path))
         try:
             async with asyncio.timeout(WAIT_LIMIT_S / 3):
-                # Polls, because four publishers increment the message count that it waits for.
+                # Polls, because four publishers increment the message count being waited for.
                 while (  # noqa: ASYNC110
                     len(ledger.answered) < enough or (is_full and ledger.refused == refused)
                 ):

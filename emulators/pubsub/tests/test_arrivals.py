@@ -97,8 +97,8 @@ async def test_node_has_a_pause_to_see_the_end_of_its_publish(
     monkeypatch.setattr(delivery_order, "NODE_PAUSE_S", 3600.0)
     await publish(publish_request("later"), NODE)
     monkeypatch.undo()
-    # Calls run one after another on the same loop: messages that arrive together are all there
-    # before the last call.
+    # Calls run one after another on the same loop, so messages that arrive together have all
+    # arrived before the last call.
     await publish(publish_request("now"), PYTHON)
     await wire.publish(TOPIC, "and now")
     deliveries = backlog.take(Consumer(lambda: None, 10.0))
@@ -223,8 +223,8 @@ async def test_other_calls_are_answered_while_a_publish_reaches_many_subscriptio
         await wire.call("Publisher", "GetTopic", request, "Topic")
         answered += 1
     assert len(await publishing) == 300
-    # If the publish had been processed all at once, at most the calls before and after it would
-    # have gotten a response.
+    # If the publish had been processed all at once, at most the calls just before and after it
+    # would have gotten a response.
     assert answered >= 5
     for number in (0, 299):
         pulled = await wire.pull(f"projects/p/subscriptions/sub{number}", max_messages=1000)

@@ -47,7 +47,8 @@ async def by_rest(server: KeptServer, _: Wire, ack_ids: list[str]) -> set[str]:
 
 async def by_stream(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:
     stream = wire.stream()
-    # Limited to one message, which the stream holds; the messages it acks were pulled earlier.
+    # The stream is limited to one message, which it already holds; the messages that it acks were
+    # pulled earlier.
     await stream.open(SUBSCRIPTION, max_outstanding_messages=1)
     await stream.send(ack_ids=ack_ids)
     while not (confirmation := (await stream.receive()).acknowledge_confirmation).ack_ids:

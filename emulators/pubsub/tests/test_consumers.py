@@ -73,7 +73,7 @@ def test_consumer_that_was_woken_and_writes_something_else_hands_its_turn_on(wor
 
 
 def test_consumer_that_left_is_woken_for_nothing(world: World) -> None:
-    """When a worker dies holding messages, they are redelivered to the other workers."""
+    """When a worker dies while holding messages, they are redelivered to the other workers."""
     gone, idle = world.consumer(), world.consumer()
     world.publish("a")
     in_hand = world.take(gone)

@@ -1,4 +1,4 @@
-"""The filter against a second implementation: a printed tree must evaluate like the tree itself."""
+"""The filter against a second implementation: a printed tree must evaluate the same as the tree."""
 
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Leases: how long a consumer may hold a message, and what the message's ack id does."""
+"""Leases: how long a consumer may hold a message, and what its ack id can still do."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ordering keys: in order, to one consumer at a time; a redelivery includes all later messages."""
+"""Ordering keys: one consumer at a time, in order; a redelivery includes all later messages."""
 
 from collections.abc import Sequence
 from typing import Any

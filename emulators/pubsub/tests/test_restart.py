@@ -306,7 +306,7 @@ def test_expiration_counts_from_the_last_use(kept: KeptWorld) -> None:
     )
     kept.advance(DAY_S * 1.9)
     kept.restart()
-    # The hour during which it may have been used without the use being recorded.
+    # The hour during which any use may have gone unrecorded.
     kept.advance(DAY_S * 0.1 + 3599)
     get_path = subscription_path("workers")
     assert get_path in kept.broker.registry.subscriptions

@@ -184,7 +184,7 @@ def test_publish_beyond_the_storage_limit_is_refused_until_something_is_acked() 
 
 
 def test_what_small_messages_take_of_memory_is_within_the_limit() -> None:
-    """Tiny messages use far more memory than their size, and more with each subscription."""
+    """Tiny messages use far more memory than their size, and each subscription adds to that."""
     limit_bytes = 30 * 1024**2
     world = World(storage_bytes=limit_bytes)
     world.topic()

@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 5
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Publishes, takes, acks, nacks, extends and waits in random order; compares with a model.
+    """Publishes, takes, acks, nacks, extends and waits at random, checking against a model.
 
     For each of the subscription's messages, the model tracks whether it was acked and how many
     times it was handed out.
@@ -221,7 +221,7 @@ class KeptDeliveries(Deliveries):
                 for name, of_key in self.published.items()
                 if of_key == key and name not in self.settled | self.letters()
             ]
-            # Only the oldest message's last attempt may have ended because of this restart.
+            # Only the oldest message can have had its last attempt ended by this restart.
             for name in remaining[1:]:
                 if name in self.attempts:
                     self.attempts[name] = min(self.attempts[name], MAX_ATTEMPTS - 1)

@@ -7,7 +7,7 @@ from tests.world import Pulled, Reader, World, subscription_path
 
 
 class Wakes(RuleBasedStateMachine):
-    """Consumers that sleep once they find nothing and take again only when woken, like streams."""
+    """Consumers that, like streams, sleep once they find nothing and try again only when woken."""
 
     def __init__(self) -> None:
         super().__init__()

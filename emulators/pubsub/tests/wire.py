@@ -71,7 +71,8 @@ class Wire:
         await self.call("Subscriber", "Acknowledge", request, "Empty")
 
     def stream(self) -> "WireStream":
-        # The type stubs don't cover a stream that is written to instead of being given an iterator.
+        # The type stubs don't cover a stream that is written to rather than created from an
+        # iterator.
         method: Any = self._channel.stream_stream(
             "/google.pubsub.v1.Subscriber/StreamingPull",
             request_serializer=lambda message: message.SerializeToString(),

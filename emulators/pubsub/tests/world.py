@@ -143,7 +143,7 @@ class World:
 
 
 class KeptWorld(World):
-    """A world in a directory: after `crash`, it has the flushed state at the same time of day."""
+    """A world in a directory: `crash` restores the last flushed state, but keeps the time."""
 
     def __init__(self, database: Database) -> None:
         super().__init__()

@@ -124,7 +124,7 @@ class PubSubAdmin:
     async def subscriptions(self) -> dict[str, SubscriptionSettings]:
         """Returns all of the project's current subscriptions, keyed by ID.
 
-        Settings that a subscription does not report get default values.
+        Uses default values for any settings that a subscription does not report.
         """
         return {
             proto.name.rpartition("/")[2]: SubscriptionSettings(

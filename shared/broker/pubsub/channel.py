@@ -65,7 +65,9 @@ REFUSED_CALLER = frozenset(
 )
 
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
-"""Time limits for one attempt. Even the longer limit abandons a dead connection in time."""
+"""Time limits for one attempt. Even the longer limit is short enough to abandon a dead connection
+in time.
+"""
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
@@ -74,7 +76,9 @@ https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
 REQUESTS_IN_FLIGHT = 4
-"""With only one in flight, acks to a distant broker would wait a round trip for earlier acks."""
+"""With only one request in flight, acks to a distant broker would wait a full round trip for
+earlier acks.
+"""
 RETRY_S = 10.0
 """How long to retry a batch of acks.
 
@@ -197,7 +201,7 @@ class Method:
 
     Args:
         path: `<Service>/<Method>`, for example `Publisher/Publish`.
-        response: its raw response class, or None for `google.protobuf.Empty`.
+        response: the raw response class, or None for `google.protobuf.Empty`.
         routed_by: the request field that Google's front end routes by (`x-goog-request-params`).
     """
 

@@ -23,8 +23,8 @@ Rejected alternatives:
   (request_id, part) make redelivery harmless.
 
 Reasons to reconsider: a Google asyncio subscriber with leases and flow control, or a measured need
-for more than one core of broker client in a process (which would call for a native client behind
-the same interface).
+for the broker client to use more than one core in a process (which would call for a native client
+behind the same interface).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
 """Maximum number of requests in flight per topic.
 
-With more requests in flight, less coalescing happens. With fewer, messages wait up to one round
-trip.
+With more requests in flight, fewer messages are coalesced. With fewer requests in flight, messages
+wait for up to one round trip.
 """
 
 OPEN_S = 5.0
@@ -269,7 +269,7 @@ class PubSubTransport:
     """A connection to Pub/Sub that publishes and subscribes. Implements Transport.
 
     Args:
-        endpoint: empty for Google's, `HOST:PORT` or `unix:///PATH` for an emulator. See
+        endpoint: empty for Google's endpoint, or `HOST:PORT` or `unix:///PATH` for an emulator. See
             parse_endpoint.
     """
 

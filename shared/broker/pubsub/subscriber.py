@@ -50,10 +50,10 @@ STREAMS_PER_CHANNEL = 80
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Messages held on the old streams are in addition to that until they are acked.
+Until they are acked, messages held on the old streams are in addition to the new stream's limit.
 """
 MIN_GROWTH = 0.25
-"""A new stream is opened with room for at least this fraction of the number already held."""
+"""A new stream is opened with room for at least this fraction of the current limit."""
 MAX_LEASE_S = 3600.0
 """After this time, a message is considered lost even if its holder is alive, as in Google's own
 clients.
@@ -108,7 +108,7 @@ class Leases:
         return ids
 
     async def keep(self) -> None:
-        """Extends leases until canceled: soon after receipt, then every third of an extension.
+        """Extends leases until canceled: once soon after receipt, then each third of an extension.
 
         No timer runs while no lease is held, because an API process has one subscription per slot.
         """
@@ -466,7 +466,7 @@ class StreamSubscription:
         self._wake()
 
     async def wait_for_room(self) -> None:
-        """Waits while more messages are held than the streams may hold.
+        """Waits while the number of messages held exceeds the streams' limit.
 
         Redelivery after lost leases may exceed the broker's flow control limits.
         """

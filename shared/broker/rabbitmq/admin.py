@@ -29,7 +29,7 @@ CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
 """Minimum number of attempts per call when the broker does not respond."""
 UNLIMITED = 1_000_000
-"""Maximum deliveries of a message whose subscription has no dead-letter topic.
+"""Maximum number of times to deliver a message whose subscription has no dead-letter topic.
 
 RabbitMQ 4 uses 20 by default.
 """

@@ -47,7 +47,7 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""Number of topics remembered as existing, so that messages without a queue need no query."""
+"""Number of topics known to exist, so that messages without a queue don't require a query."""
 
 OPEN_S = 5.0
 """How long to wait for a subscription's consumer when opening it.
@@ -62,8 +62,8 @@ class ConfirmedPublisher:
     """Publishes on one channel at a time. The number of unconfirmed messages is bounded.
 
     Args:
-        connection: connection to publish on. The broker may block this connection while it is short
-            of memory or disk space, so consumers should not share it.
+        connection: connection to publish on. The broker may block this connection while it is low
+            on memory or disk space, so consumers should not share it.
         topic_exists: returns whether a topic exists. Called if no queue receives a message.
     """
 
@@ -97,7 +97,7 @@ class ConfirmedPublisher:
     ) -> str:
         """Sends a message and returns its ID. See shared.broker.transport.Publisher.
 
-        A message that was not confirmed or that its queue rejected is resent with the same ID.
+        A message that was not confirmed, or was rejected by its queue, is resent with the same ID.
         """
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: the message must not be empty")
@@ -147,7 +147,8 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         action = f"publish to {topic_id}"
-        # Callers with little time left must not all wait on a channel that does not confirm.
+        # Callers with little time left must not all wait on a channel that isn't confirming
+        # messages.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
         failure: PenstockError = Unavailable(f"{action}: no response within {timeout_s:g} s")
         try:
@@ -233,7 +234,7 @@ class ConfirmedPublisher:
         return waits
 
     async def _check_topic(self, topic_id: str) -> None:
-        """Checks a topic without subscribers, which is valid as long as the topic exists."""
+        """Checks a topic that has no subscribers, which is valid as long as it exists."""
         if topic_id in self._known:
             return
         if not await self._topic_exists(topic_id):
@@ -307,8 +308,8 @@ class RabbitTransport:
     ) -> AsyncIterator[QueueSubscription]:
         """Opens a subscription. See shared.broker.transport.Subscriber.
 
-        AMQP does not support byte limits, extending leases or combining acks, so `max_bytes`,
-        `ack_deadline_s` and `ack_linger_s` have no effect here.
+        AMQP does not support byte limits, lease extensions, or combined acks, so `max_bytes`,
+        `ack_deadline_s`, and `ack_linger_s` have no effect here.
 
         Args:
             delays_s: seconds that a returned message waits in the broker without being held: the

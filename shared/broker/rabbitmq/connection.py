@@ -20,7 +20,7 @@ MAX_PAUSE_S = 2.0
 HEARTBEAT_S = 10
 """The broker and the client drop a connection after two or three of these intervals without data.
 
-A dying process closes its connection immediately. This detection is for machines and networks that
+A dying process closes its connection immediately. This is for detecting machines and networks that
 go down.
 """
 

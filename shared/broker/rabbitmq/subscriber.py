@@ -1,9 +1,9 @@
 """Receives messages from one queue, and resumes consuming after the channel or connection breaks.
 
 Combines a channel's acks, because the broker loses some acks when many are sent individually. A
-channel passes 32 settlements at a time to a quorum queue's leader. It keeps the rest, and drops
-them when it is closed even though it has already read them, so those messages are redelivered. This
-happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. Acking all messages up to a given number is a single
+channel passes 32 settlements at a time to a quorum queue's leader. It holds the rest and drops them
+when it is closed, even though it has already read them, so those messages are redelivered. This
+happens in RabbitMQ 3.10.8, 4.0.5, and 4.3.6. Acking all messages up to a given number is a single
 settlement.
 """
 
@@ -44,7 +44,7 @@ RabbitMQ itself redelivers immediately, so the subscriber holds the message for 
 
 MAX_CONSUMERS = 16
 MIN_GROWTH = 0.25
-"""A new consumer's prefetch count is at least this fraction of the number already held."""
+"""A new consumer's prefetch count is at least this fraction of the current total."""
 MEASURE_EVERY_S = 10.0
 """The broker does not respond to acks, so the round trip is measured separately."""
 
@@ -317,7 +317,7 @@ class QueueSubscription:
         # be redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # This must happen last, because an ack for a run must not include a message whose reject
+        # This must happen last, because an ack for a run must not include a message whose rejection
         # has not been written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))

@@ -1,4 +1,4 @@
-"""Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
+"""Maps topics, subscriptions, and filters to exchanges, queues, and routing keys, and queries them.
 
 One direct exchange carries all of a project's messages, so a deleted topic can't close a channel
 that other topics are published on. A message has its topic's routing key, plus a key for each

@@ -67,7 +67,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 
 
 class StepInput(NamedTuple):
-    """The input of one flow step item."""
+    """The input for one item in a flow step."""
 
     input: TaskInput
     is_repeatable: bool = True
@@ -146,8 +146,8 @@ class FirstGuesses:
     gap_s: float = 0.002
     """Time between two items leaving an API instance under load. Used by admission.
 
-    Too short is better than too long, because a late response is noticed and corrects admission,
-    but an unnecessary rejection goes unnoticed.
+    A value that is too short is better than one that is too long, because a late response is
+    noticed and corrects admission, but an unnecessary rejection goes unnoticed.
     """
     batch_s: float = 0.02
     """How long the model takes for an item and the rest of its batch.
@@ -169,7 +169,7 @@ class Task(ABC):
     name.
     """
     unit: ClassVar[Unit]
-    """Unit of work: the field in results that is charged for."""
+    """Unit of work: the result field that determines the charge."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
     """Precisions supported for the task's models."""
     engines: ClassVar[tuple[str, ...]] = ("auto",)

@@ -76,7 +76,7 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "extract_footer": "boolean",
     },
 }
-"""The inputs that an endpoint sets, with their types. A class must have at least the first one.
+"""The inputs that an endpoint sets, with their types. A class must have at least the first input.
 
 Set by api/openai/audio.py, api/openai/speech.py, and api/mistral/ocr.py.
 """
@@ -85,7 +85,7 @@ _ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
-    """The position of a file in an input or output, which has null in its place."""
+    """The position of a file in an input or output, where null takes its place."""
 
     at: list[str | int]
     """The path to the file: field names and element numbers."""
@@ -341,7 +341,7 @@ class CustomResult(TaskResult, tag="custom"):
 
 
 class CustomInput(TaskInput, tag="custom"):
-    """One prediction's input: plain values, and files in their positions."""
+    """One prediction's input: plain values, plus files and their positions."""
 
     values: dict[str, Any]
     files: list[Blob] = msgspec.field(default_factory=list)
@@ -642,7 +642,7 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
     """Checks that a batch key is an input whose values can be compared.
 
     Raises:
-        ValueError: the key is not such an input.
+        ValueError: the key is not an input, or its values can't be compared.
     """
     if key is None:
         return

@@ -22,7 +22,8 @@ from shared.models.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""How to handle a text that is too long for its model: reject it, or truncate it on the named side.
+"""How to handle a text that is too long for its model: reject it, or truncate it on the specified
+side.
 
 The wire default is `end`, because earlier releases offered no choice. The API sends `none` unless
 the caller sets it.
@@ -51,7 +52,7 @@ JOB_REPLY_BYTES = 256 * 1024
 BATCHES_ADMITTED = 4
 """Number of full batches that an API instance admits by default.
 
-With overlap, a GPU has two, a third waits in the worker, and a fourth is on its way.
+With overlap, a GPU has two batches, a third waits in the worker, and a fourth is on its way.
 """
 USUAL_IN_FLIGHT = 512
 
@@ -228,7 +229,7 @@ class EmbeddingResult(TaskResult, tag="embedding"):
 def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
     """Returns the batch limits for an encoder that processes `tokens` tokens at a time.
 
-    They are at most the entry's limits, with proportionally fewer items, but never fewer than
+    They don't exceed the entry's limits, and allow proportionally fewer items, but never fewer than
     usual.
     """
     batch = entry.batch
@@ -289,7 +290,7 @@ class EmbeddingTask(Task):
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
     def largest_job(self, entry: CatalogEntry, item_work: float = math.inf) -> int:
-        """Returns the number of texts in a usual batch, so a large request still has several jobs.
+        """Returns a typical batch's number of texts, so a large request still has several jobs.
 
         Vectors don't go to the object store, so their only limit is the time it takes to read them.
         """

@@ -69,7 +69,7 @@ class SimilarityResult(TaskResult, tag="similarity"):
     score: float
     tokens: int
     truncated_tokens: int = 0
-    """Total number of tokens cut from the two texts because a text was too long for the model."""
+    """Total number of tokens cut from the two texts because either was too long for the model."""
 
     def find_wrong_number(self) -> str:
         """Returns the reason a score can't be used for ranking."""

@@ -132,7 +132,7 @@ class GenerationInput(TaskInput, tag="generation"):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
-    """Keeps tokens at least this fraction as probable as the most likely token."""
+    """Keeps tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: float = 1.0
     """For tokens that occur in the prompt or the text, positive logits are divided by this number,
     and negative ones are multiplied by it.
@@ -381,7 +381,7 @@ class GenerationTask(Task):
         return StepInput(generation, repeats)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the whole context, with the maximum number of generated tokens."""
+        """Returns the full context size, and the maximum number of generated tokens."""
         return WorkBound(entry.generation.context_tokens, entry.generation.longest_tokens)
 
 

@@ -30,7 +30,7 @@ OVER = {"completed", "failed", "expired", "cancelled"}
 
 
 def line(custom_id: str, text: str = "", **body: Any) -> dict[str, Any]:
-    """A batch line that embeds a text."""
+    """A batch line that embeds some text."""
     given = {"model": TEXT_MODEL.name, "input": text or f"text {custom_id}", **body}
     return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": given}
 

@@ -64,7 +64,7 @@ def _lines(many: int, of: str = "x") -> bytes:
 
 
 def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = None) -> str:
-    """Two keys of one tenant, one of which has its own budget, and a key of another tenant."""
+    """Two keys of one tenant, one with a separate budget, and a key of another tenant."""
     own: list[StoredKey] = [
         stored("poor", "acme", limits=Limits(budget_usd_per_month=poor_usd)),
         stored("rich", "acme"),
@@ -140,9 +140,7 @@ async def test_line_larger_than_its_budget_is_refused_at_once(
 
 
 async def test_long_text_reserves_only_what_its_model_reads(tmp_path: Path, redis_url: str) -> None:
-    """A budget for 42 tokens admits a text of 4,000 bytes if the model reads only 42 of its
-    tokens.
-    """
+    """A budget for 42 tokens admits a 4,000-byte text if the model reads only 42 of its tokens."""
     models = [
         model.model_copy(update={"text": EmbeddingLimits(max_input_tokens=42)})
         if model.name == TEXT_MODEL.name

@@ -1,6 +1,4 @@
-"""Batch lines that transcribe recordings, with file names as Groq's and OpenAI's users write
-them.
-"""
+"""Batch lines that transcribe recordings, with file names as Groq and OpenAI users write them."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ async def test_next_runner_goes_on_after_the_last_whole_segment(
 async def test_two_runners_of_one_batch_do_no_harm(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Simulates a Redis that granted the lease to both."""
+    """Simulates a Redis that granted the lease to both runners."""
     monkeypatch.setattr(BatchLeases, "take", _always)
     settings = settings_for(tmp_path, redis_url=redis_url)
     async with (
@@ -140,7 +140,10 @@ async def test_creation_that_broke_off_is_forgotten(api: ApiUnderTest) -> None:
 async def test_lines_stay_within_the_budget_of_the_month(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates apply only to requests. If the budget is spent, lines wait until the end."""
+    """Rates apply only to requests.
+
+    If the budget is spent, lines wait until the batch's window ends.
+    """
     monkeypatch.setattr(service, "WINDOW_S", 3)
     keys = keys_url(
         tmp_path,

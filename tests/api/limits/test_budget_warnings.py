@@ -26,7 +26,7 @@ PLAN = Plan(budget_usd_per_month=1.0, budget_webhook="https://acme.example/hook"
 
 
 class Topic:
-    """Stores published messages. While `is_away`, it rejects them."""
+    """Stores published messages. Rejects messages while `is_away` is true."""
 
     def __init__(self) -> None:
         self.events: list[BudgetEvent] = []

@@ -217,7 +217,9 @@ async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None
 async def test_one_that_reserved_without_redis_is_settled_before_redis_knows_of_it(
     setup: Setup, redis_url: str, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
-    """Redis comes back between the reservation and the record. Any instance may settle first.
+    """Redis comes back after the reservation is made but before the record is created.
+
+    Any instance may settle first.
 
     Another request's reservation may be returned in between.
     """

@@ -119,7 +119,7 @@ class Open:
 
 
 class NoPredictions:
-    """No prediction is late here."""
+    """No prediction is late in this test."""
 
     async def read_linked(self, record_id: str, prediction_id: str) -> None:
         raise AssertionError
@@ -277,7 +277,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), share=SHARES, instance=st.integers(0, INSTANCES - 1))
     def end_prediction(self, which: int, share: float, instance: int) -> None:
-        """The worker finishes the prediction, and any instance settles it, any number of times."""
+        """A worker finishes the prediction, and any instance may settle it any number of times."""
         if self.predictions:
             one = self.predictions.pop(which % len(self.predictions))
             outcomes = [one.outcome(index, share) for index in range(len(one.inputs))]
@@ -298,7 +298,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1), calls=st.integers(1, 2), is_counted=st.booleans())
     def lose_answers(self, instance: int, calls: int, is_counted: bool) -> None:
-        """An instance's next calls may or may not count, and it gets no response.
+        """An instance's next calls may or may not be counted, and it gets no responses.
 
         If settling a prediction fails, another instance settles it (test_holds.py).
         """
@@ -328,7 +328,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1), steps=st.integers(1, 20))
     def begin_to_give_back(self, instance: int, steps: int) -> None:
-        """Instances do so every quarter of a second, concurrently with the next steps."""
+        """Instances return leases every quarter of a second, concurrently with the next steps."""
 
         async def begin() -> None:
             giving = self.instances[instance][0].give_back(self.clock())

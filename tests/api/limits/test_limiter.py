@@ -374,7 +374,7 @@ async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> N
 async def test_request_larger_than_the_limit_is_told_so_after_its_preparation(
     ten: list[Limiter],
 ) -> None:
-    """Preparation has used part of the limit. The rest would fit on its own."""
+    """Preparation has used part of the limit. The rest would fit by itself."""
     limiter, caller = ten[0], Caller(tenant="acme", plan=Plan(tokens_per_min=10))
     account = limiter.account(caller, "mini", "tokens")
     taken = await limiter.reserve_rates(account, demand(4, items=0))
@@ -467,7 +467,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
 async def test_plan_says_what_becomes_of_a_budget_that_is_not_known(
     redis_url: str, clock: Clock, on_outage: OnOutage, let: int
 ) -> None:
-    """The instance, one of two, has never reached Redis."""
+    """The instance, which is one of two, has never reached Redis."""
     plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)
     key = Limits(budget_usd_per_month=1.0)
     async with limiters(redis_url, clock, 1) as (one,):

@@ -1,4 +1,4 @@
-"""Batch lines that another process has already run count once, even if a budget is full."""
+"""Batch lines that another process has already run are counted once, even if a budget is full."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ PULL_MARGIN_S = 0.5
 
 
 async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes:
-    """Respond to a Pull with the ready messages, or wait for one.
+    """Respond to a Pull with the ready messages, or wait until there is one.
 
     It waits up to 20 s or until the caller's deadline, and may return no messages.
 

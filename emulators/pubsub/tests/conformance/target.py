@@ -1,4 +1,4 @@
-"""The two servers that run the same tests, and the features that Google's emulator lacks."""
+"""The two servers under test, and the features that Google's emulator lacks."""
 
 import sys
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def embedded(name: str, folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def google_emulator(given_jar: str | None, folder: Path) -> Iterator[Target]:
-    """Runs Google's emulator. Skips if this machine has no jar or no Java."""
+    """Runs Google's emulator. Skips if the jar or Java is not installed on this machine."""
     words = find_emulator(given_jar)
     if words is None:
         pytest.skip(

@@ -215,7 +215,7 @@ def test_failing_message_is_dead_lettered_with_its_attempts(
             subscription=path, ack_ids=[pulled.ack_id], ack_deadline_seconds=0
         )
     assert attempts == [1, 2, 3, 4, 5]
-    # The emulator forwards a message on its sixth delivery, so it needs another pull.
+    # The emulator forwards a message on its sixth delivery, so another pull is needed.
     assert pull_at_once(subscriber, path) == []
     letters: queue.Queue[Message] = queue.Queue()
     with subscribed(subscriber, morgue, letters.put):

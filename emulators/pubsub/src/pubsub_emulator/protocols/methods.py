@@ -203,8 +203,8 @@ async def _take_in_the_rest(steps: Generator[None], journal: ChangeJournal) -> N
     with closing(steps):
         is_through = False
         while not is_through:
-            # Many subscriptions receive many messages each. The slice size is also limited by the
-            # size of a commit, because every other publish waits for the commit.
+            # There may be many subscriptions, each receiving many messages. The slice size is also
+            # limited by the size of a commit, because every other publish waits for the commit.
             await journal.committed()
             await asyncio.sleep(0)
             is_through = run_slice(steps)
@@ -223,7 +223,7 @@ def _with_definition(broker: Broker, name: str) -> Answer:
 
 
 async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
-    """In a thread, read the definitions that a call needs and that are slow to read."""
+    """Read a call's slow definitions in a thread."""
     schemas = [request.schema]
     if name == "CommitSchema" and request.name in broker.registry.schemas:
         schemas.append(broker.registry.schemas[request.name].latest)

@@ -61,7 +61,7 @@ def rest_app(broker: Broker) -> ASGIApp:
 
 
 class _Call:
-    """Stands in for gRPC's context: an HTTP caller does not specify how long it will wait."""
+    """Stands in for gRPC's context, since an HTTP caller does not specify how long it will wait."""
 
     def __init__(self, http: Request) -> None:
         self._http = http

@@ -92,7 +92,7 @@ def _string(schema: Any, value: Any, budget: Budget, depth: int) -> None:
 
 
 def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
-    """Reject a string if any of its characters does not represent exactly one byte."""
+    """Reject a string in which any character does not represent exactly one byte."""
     if not isinstance(value, str):
         _refuse(schema, value)
     if not value.isascii() and max(value) > "\xff":

@@ -23,7 +23,7 @@ _VARINTS = re.compile(rb"(?:[\x80-\xff]{0,9}[\x00-\x7f])*+")
 _MAX_PARTS = 1000
 """Maximum number of message parts that are checked together. Readers merge the parts."""
 _PIECE_BYTES = 64 * 1024
-"""Bytes matched at a time. Other threads wait during a match."""
+"""Number of bytes matched at a time. Other threads wait during a match."""
 _PACKED_BYTES_A_VALUE = 64
 """Bytes of packed numbers that can be checked in the time it takes to check one value."""
 _LONGEST_VARINT_BYTES = 10

@@ -1,6 +1,6 @@
 """Validates a message in the JSON encoding of protocol buffers.
 
-Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, as is the
+Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, which is the
 default for parsers. Definitions have no imports, so no type has a special JSON form.
 """
 

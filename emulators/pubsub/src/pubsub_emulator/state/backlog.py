@@ -69,7 +69,7 @@ class Backlog:
 
     @property
     def attempts_of_oldest(self) -> int:
-        """The oldest unacked message's delivery attempts, or 0 if there is no such message."""
+        """The number of delivery attempts for the oldest unacked message, or 0 if there is none."""
         oldest = self._queue.oldest
         return 0 if oldest is None else oldest.attempts
 
@@ -161,7 +161,7 @@ class Backlog:
         )
 
     def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
-        """Return an ack id's delivery, if it exists, and whether the id is for its current lease.
+        """Return an ack id's delivery, if it exists, and True if the id is for the current lease.
 
         Raises:
             InvalidArgument: the id has an invalid format. Not raised if exactly-once delivery is

@@ -18,7 +18,8 @@ def complete_bigquery_config(subscription: Subscription) -> None:
     later.
 
     Raises:
-        InvalidArgument: the table name is invalid, or settings are mutually exclusive.
+        InvalidArgument: the table name is invalid, or mutually exclusive settings are used
+            together.
         Unimplemented: the config requests the columns of the topic's schema.
     """
     config = subscription.bigquery_config

@@ -17,7 +17,7 @@ class Consumer:
     """A stream, a waiting pull or a push loop, with its flow control.
 
     Args:
-        wake: called when there may be messages to take, or when `ended` was set.
+        wake: called when there may be messages to take, or when `ended` has been set.
         ack_deadline_s: lease duration, in seconds, for messages it takes.
         max_messages: maximum outstanding messages. 0: no limit.
         max_bytes: maximum outstanding bytes. 0: no limit.
@@ -39,7 +39,7 @@ class Consumer:
         self.is_waiting = False
         self.has_left = False
         self.keys: dict[str, None] = {}
-        """Ordering keys whose next message may go to this consumer, since it holds earlier ones.
+        """Ordering keys whose next message may go here because this consumer holds earlier ones.
         """
         self.ended: PubsubError | None = None
 
@@ -146,7 +146,7 @@ class Consumers:
             consumer.wake()
 
     def offer(self, ready: int) -> None:
-        """Wake idle consumers, the longest waiting first, one for each ready message."""
+        """Wake idle consumers, longest-waiting first, one for each ready message."""
         while self._hungry and len(self._woken) < ready:
             consumer = next(iter(self._hungry))
             del self._hungry[consumer]
@@ -154,7 +154,7 @@ class Consumers:
             consumer.wake()
 
     def share(self, consumer: Consumer, ready: int) -> int:
-        """Return how many ready messages a consumer may take, leaving as many per idle consumer."""
+        """Return a consumer's share of the ready messages, split evenly among idle consumers."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False

@@ -10,7 +10,9 @@ DEFAULT_MAXIMUM_BACKOFF_S = 600.0
 DEFAULT_MAX_DELIVERY_ATTEMPTS = 5
 
 Kind = Literal["PULL", "PUSH", "BIGQUERY"]
-"""PULL: clients fetch messages. PUSH and BIGQUERY subscriptions are delivered by this server."""
+"""PULL: clients fetch messages. For PUSH and BIGQUERY subscriptions, this server delivers the
+messages.
+"""
 
 
 @dataclass(frozen=True)

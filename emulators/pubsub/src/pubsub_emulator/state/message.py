@@ -10,7 +10,7 @@ MESSAGE_COST_BYTES = 320
 ATTRIBUTE_COST_BYTES = 180
 """Memory per attribute, which is stored both in the serialized message and as text."""
 DELIVERY_COST_BYTES = 700
-"""Maximum memory per subscription holding the message, reached while it is leased."""
+"""Maximum memory per subscription that holds the message, reached while the message is leased."""
 # All three values come from the memory growth of a process with 60,000 messages, rounded up
 # (CPython 3.11).
 
@@ -34,7 +34,7 @@ class Storage:
         """Reject a publish that would exceed the limit.
 
         Args:
-            cost_bytes: memory its messages take, from `cost_of`.
+            cost_bytes: memory that the messages will use, as returned by `cost_of`.
 
         Raises:
             ResourceExhausted: consumers have fallen too far behind for the memory limit.

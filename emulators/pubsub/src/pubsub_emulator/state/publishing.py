@@ -1,4 +1,4 @@
-"""Limits on a Publish, checked before any of it is stored.
+"""Limits on a Publish request, checked before any of it is stored.
 
 Limits: https://cloud.google.com/pubsub/quotas#resource_limits
 """
@@ -25,7 +25,7 @@ _SHORT_VALUE = MAX_VALUE_BYTES // 4
 class Measured(NamedTuple):
     """Data that a check has read from a request.
 
-    Reading it again would take as long as all the checks together.
+    Reading it again would take as long as all the checks combined.
     """
 
     size_bytes: int

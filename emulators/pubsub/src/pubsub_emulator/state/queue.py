@@ -45,7 +45,7 @@ class DeliveryQueue:
             delivery.state = "arriving"
             arrivals.note(self, delivery)
         if delivery.state == "arriving":
-            # It is already in its line, because later messages must wait for it.
+            # The delivery is already in its line, because later messages must wait for it.
             return
         if line is not None:
             delivery.state = "held"

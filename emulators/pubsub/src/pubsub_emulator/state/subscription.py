@@ -74,7 +74,7 @@ class SubscriptionState:
         self._arm_expiration()
 
     def show_bigquery_state(self, state: str) -> None:
-        """Set whether messages can be written, given as the name of a `BigQueryConfig.State`."""
+        """Set whether messages can be written, using the name of a `BigQueryConfig.State`."""
         self.proto.bigquery_config.state = BigQueryConfig.State.Value(state)
         self.proto.state = SubscriptionProto.State.Value(
             "ACTIVE" if state == "ACTIVE" else "RESOURCE_ERROR"
@@ -139,7 +139,7 @@ class SubscriptionState:
             self._arm_retention()
 
     def restore_last_use(self, last_active_s: float) -> None:
-        """After a restart, restore the time from which expiration is counted, if there is one."""
+        """After a restart, restore the time from which any expiration is counted."""
         self._last_active_s = last_active_s
         self._arm_expiration()
 
@@ -151,7 +151,7 @@ class SubscriptionState:
             self._acked.remove(message)
 
     def next_number(self) -> int:
-        """Return a number for a returned message's delivery."""
+        """Return a new number for the delivery of a message that was returned."""
         return self._surroundings.next_sequence()
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
@@ -239,7 +239,7 @@ class SubscriptionState:
 
 
 def not_pullable(path: str, kind: Kind) -> FailedPrecondition:
-    """Return the error for pulling from a subscription that this server delivers itself."""
+    """Return the error for pulling from a subscription whose messages this server delivers."""
     return FailedPrecondition(
         f"This method is not supported for this subscription type (resource={path}, type={kind})."
     )

@@ -49,7 +49,7 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def at(self, due_s: float, action: Callable[[], None]) -> Timer:
-        """Run `action` at `due_s`. Calls `on_earlier` if that is earlier than all other timers."""
+        """Run `action` at `due_s`. Calls `on_earlier` if this timer is now the earliest."""
         timer = Timer(self, action)
         is_earliest = not self._heap or due_s < self._heap[0][0]
         heapq.heappush(self._heap, (due_s, next(self._tie), timer))

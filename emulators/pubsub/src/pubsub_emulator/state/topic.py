@@ -13,7 +13,8 @@ from pubsub_emulator.state.message import StoredMessage
 from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
-"""Subscriptions per step. A message that forces all of them to grow takes 3 ms per step."""
+"""Subscriptions per step. A message that forces all of a step's subscriptions to grow takes 3 ms.
+"""
 
 
 class Sink(Protocol):

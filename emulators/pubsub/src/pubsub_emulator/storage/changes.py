@@ -38,7 +38,7 @@ class Changes:
 
     @property
     def log_bytes(self) -> int:
-        """Approximate size of its transaction in the log, in whole pages."""
+        """Approximate size of this commit's transaction in the log, in whole pages."""
         return self.size_bytes * 5 // 4 + len(self.held) * _HELD_ROW_BYTES + _FEW_PAGES_BYTES
 
     def keep(self, sequence: int, data: bytes) -> None:
@@ -61,7 +61,7 @@ class Changes:
             self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
 
     def followed_by(self, later: "Changes") -> "Changes":
-        """Return both merged into one, so that a failed commit is retried with the next one."""
+        """Merge both sets of changes, so that a failed commit is retried with the next one."""
         both = Changes()
         both.resources = self.resources | later.resources
         both.held = self.held | later.held

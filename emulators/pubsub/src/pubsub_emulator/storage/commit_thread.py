@@ -51,7 +51,8 @@ class CommitThread:
                 self._loop.call_soon_threadsafe(_fail, done, error)
             else:
                 self._loop.call_soon_threadsafe(_finish, done, result)
-            # The written data may be large, and the next call may not come for a while.
+            # Release these now: the written data may be large, and the next call may not come for a
+            # while.
             del job, act, done
 
 

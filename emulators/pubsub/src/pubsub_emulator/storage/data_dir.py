@@ -114,8 +114,8 @@ def _restore_subscription(registry: Registry, holder: int, moment_s: float, data
     proto = SubscriptionProto.FromString(data)
     subscription = SubscriptionState(proto, registry.topics.get(proto.topic), registry, holder)
     if subscription.settings.exactly_once:
-        # An attempt that was recorded too late would otherwise get the same ack id again, and both
-        # would count as current.
+        # Otherwise, an attempt recorded too late would reuse its ack id, and the old and new ids
+        # would both count as current.
         subscription.backlog.ack_ids = AckIds(registry.next_sequence())
     subscription.restore_last_use(min(moment_s + USE_NOTED_EVERY_S, registry.timers.now_s()))
     registry.subscriptions[subscription.path] = subscription
@@ -148,7 +148,7 @@ def _restore_schema(registry: Registry, holder: int, moment_s: float, data: byte
 
 
 def _holds_no_messages(message: StoredMessage, number: int, attempts: int) -> None:
-    """Resources in rows like these never hold messages."""
+    """Do nothing, because the resources in these rows never hold messages."""
 
 
 _RESTORE: dict[str, Callable[[Registry, int, float, bytes], Restore]] = {

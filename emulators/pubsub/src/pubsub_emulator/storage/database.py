@@ -159,7 +159,7 @@ class Database:
         self.lost_commits = max(0, elsewhere - here)
         """How many commits from earlier processes are missing from the file."""
         self._commits = here
-        # Reset so that it is reported only once.
+        # Reset so that the loss is reported only once.
         last_commit.write(here)
 
     def resources(self) -> Iterator[tuple[str, int, float, bytes | None]]:

@@ -82,7 +82,7 @@ class DurableJournal(ChangeJournal):
         """Reject a call whose changes must be durable, before it changes anything.
 
         Raises:
-            ServerUnavailable: the last commit failed, or too much is waiting for the disk.
+            ServerUnavailable: the last commit failed, or too much data is waiting for the disk.
         """
         if self._failure:
             raise _unavailable(self._failure)
@@ -106,8 +106,8 @@ class DurableJournal(ChangeJournal):
         next commit contains the acks.
 
         Raises:
-            ServerUnavailable: the acks could not be written in time, or not even with all space
-                freed. They are kept for later.
+            ServerUnavailable: the acks could not be written in time, or could not be written even
+                with all space freed. The acks are kept for later.
         """
         changes = self._pending
         try:
@@ -132,7 +132,7 @@ class DurableJournal(ChangeJournal):
         """Write recorded changes immediately, for a journal that is not running.
 
         Raises:
-            WriteFailed: SQLite failed, for the reason given, with all possible space already freed.
+            WriteFailed: SQLite failed for the reason given, even with all possible space freed.
         """
         changes, self._pending = self._pending, Changes()
         try:
@@ -143,7 +143,7 @@ class DurableJournal(ChangeJournal):
 
     @asynccontextmanager
     async def running(self, withdraw: Withdraw) -> AsyncIterator[None]:
-        """Commit until the block ends, and once more after that.
+        """Commit repeatedly until the block ends, then once more.
 
         Args:
             withdraw: removes messages, by sequence number, from all holders.

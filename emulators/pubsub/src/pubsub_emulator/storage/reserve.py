@@ -13,7 +13,7 @@ LEAST_FREE_BYTES = 1024**2
 ROOM_FOR_ACKS_BYTES = 2 * 1024**2
 AMPLE_BYTES = 2 * 1024**3
 AMPLE_S = 0.05
-"""If there is this much more space than needed, the disk is not checked again for a while.
+"""With this much more space than needed, the disk is not checked again for a while.
 
 No disk fills up that quickly, and a check takes 0.02 ms, a quarter of a message's commit time.
 """
@@ -31,8 +31,8 @@ class Reserve:
     def take(self) -> bool:
         """Create the file, or extend it. Returns whether the disk had enough space."""
         try:
-            # Done even if the file exists, because a process killed at this point leaves it
-            # shorter, and a copy may have holes.
+            # Done even if the file exists, because a process killed at this point leaves a shorter
+            # file, and a copy may have holes.
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:
@@ -43,7 +43,7 @@ class Reserve:
     def covers(self, new_bytes: int) -> bool:
         """True if a commit leaves enough space to write the log back, regardless of other disk use.
 
-        Everything in the log may be new to the database file. If neither one can grow, acks can't
+        Everything in the log may be new to the database file. If neither file can grow, acks can't
         be written and no space can be freed.
         """
         now_s = time.monotonic()
@@ -61,7 +61,7 @@ class Reserve:
         return free_bytes + RESERVE_BYTES >= needed_bytes
 
     def give_up_if_full(self) -> None:
-        """Free the reserve if nothing could be opened without that."""
+        """Free the reserve if nothing could be opened otherwise."""
         if shutil.disk_usage(self._path.parent).free < LEAST_FREE_BYTES:
             self.give_up()
 
