@@ -463,7 +463,7 @@ class Dispatcher:
         )
 
     def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
-        """Writes the rows that no worker writes."""
+        """Writes rows for items that no worker computed, or whose results were not delivered."""
         request = state.request
         ours = [
             completion.outcome
