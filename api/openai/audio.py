@@ -149,10 +149,15 @@ async def _open_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def _fields_of(form: FormData) -> dict[str, Any]:
-    """Returns all non-empty fields except the file, keyed by name without `[]`."""
+    """Returns all non-empty fields except the file, keyed by name. Lists may be sent as `NAME[]`.
+
+    Raises:
+        BadInput: a field was sent twice, or as a file.
+    """
     fields: dict[str, Any] = {}
     for sent_as, value in form.multi_items():
-        name = sent_as.removesuffix("[]")
+        bare = sent_as.removesuffix("[]")
+        name = bare if bare in LISTS else sent_as
         if name == FILE or value == "":
             continue
         if isinstance(value, UploadFile):

@@ -82,8 +82,11 @@ class WithdrawalStore(RedisStore):
     async def read(self) -> Withdrawals | None:
         """Returns all withdrawals. None if there were never any, or if Redis has lost them.
 
+        Fields that a newer release adds are skipped.
+
         Raises:
             UndecodableMessage: a field can't be read.
+            Unavailable: Redis did not respond.
         """
         fields = await self._commands.run("HGETALL", self._key)
         if not fields:
@@ -94,7 +97,7 @@ class WithdrawalStore(RedisStore):
                 if name.startswith(_WITHDRAWN):
                     withdrawal = msgspec.json.decode(value, type=Withdrawal)
                     withdrawn[name.removeprefix(_WITHDRAWN).decode()] = withdrawal
-                else:
+                elif name.startswith(_PURGES):
                     purges[name.removeprefix(_PURGES).decode()] = int(value)
         except (msgspec.MsgspecError, ValueError) as error:
             raise UndecodableMessage(f"{self._key}: {error}") from error

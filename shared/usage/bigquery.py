@@ -448,21 +448,30 @@ class BigQuerySender:
         without them, and counted.
 
         Raises:
-            Unavailable: as far as is known, nothing was inserted. Try again.
+            Unavailable: not all rows were inserted. Send all of them again: BigQuery drops
+                those it already has by their insert IDs.
         """
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]
-        if not older:
-            return refused
-        log.warning(
-            "the table is missing columns", extra={"rows": len(older), "reason": refused[0][1]}
-        )
-        wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
-        still_wrong = self._insert(older, ignore_unknown_values=True)
-        TRIMMED.inc(len(older) - len(still_wrong))
-        return wrong + still_wrong
+        if older:
+            log.warning(
+                "the table is missing columns", extra={"rows": len(older), "reason": refused[0][1]}
+            )
+            wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
+            still_wrong = self._insert(older, ignore_unknown_values=True)
+            TRIMMED.inc(len(older) - len(still_wrong))
+            refused = wrong + still_wrong
+        WRITTEN.inc(len(rows) - len(refused))
+        return refused
 
     def _insert(self, rows: Sequence[Fields], **options: bool) -> list[tuple[Fields, str]]:
+        """Inserts `rows`, in two halves if BigQuery rejects the request because of one of them.
+
+        Returns the rejected rows with BigQuery's reasons.
+
+        Raises:
+            Unavailable: see `send`.
+        """
         from google.api_core.exceptions import GoogleAPICallError, GoogleAPIError
         from google.auth.exceptions import GoogleAuthError
         from requests.exceptions import RequestException
@@ -487,9 +496,7 @@ class BigQuerySender:
             return self._insert(rows[:half], **options) + self._insert(rows[half:], **options)
         except (GoogleAPIError, GoogleAuthError, RequestException) as error:
             raise Unavailable(f"BigQuery: {error}") from error
-        refused = [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
-        WRITTEN.inc(len(rows) - len(refused))
-        return refused
+        return [(rows[error["index"]], json.dumps(error["errors"])) for error in errors]
 
     def _open(self) -> Any:
         if self._client is None:

@@ -296,6 +296,7 @@ async def test_what_a_worker_finds_wrong_with_a_stream_of_speech_is_named(
         ({"stream": "true", "response_format": "srt"}, "stream", "requires response_format json"),
         ({"include[]": "logprobs"}, "include", "not supported"),
         ({"mood": "happy"}, "mood", "unknown parameter"),
+        ({"prompt[]": "la"}, "prompt", "prompt[]: unknown parameter"),
         (
             {"model": "tin-ear", "language": "en"},
             "language",
@@ -377,6 +378,8 @@ async def test_wrong_files_are_named(api: ApiUnderTest) -> None:
     )
     other = {"files": {"other": ("a", b"")}, "data": form}
     assert (await asked(**other))[1:] == ("other", "other: unknown parameter")
+    listed = {"files": {"file[]": ("a", SAID)}, "data": form}
+    assert (await asked(**listed))[1:] == ("file[]", "file[]: unknown parameter")
     text = {"files": {"prompt": (None, b"a")}, "data": form | {"file": "a"}}
     assert (await asked(**text))[1:] == ("file", "file: must be a file, not text")
     two = {"files": [("file", ("a", SAID)), ("file", ("b", SAID))], "data": form}

@@ -6,11 +6,12 @@ import asyncio
 import gzip
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared.usage import bigquery as spools
-from shared.usage.bigquery import Spool
+from shared.usage.bigquery import SegmentSize, Spool
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 
@@ -81,18 +82,34 @@ def test_death_while_packing_doubles_no_row(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_rows_are_counted_while_they_are_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Watched(dict[Path, SegmentSize]):
+    """Segments, with the minimum row count that another thread could have read."""
+
+    def __init__(self, segments: dict[Path, SegmentSize]) -> None:
+        super().__init__(segments)
+        self.fewest_rows = self.rows
+
+    @property
+    def rows(self) -> int:
+        return sum(size.rows for size in self.values())
+
+    def clear(self) -> None:
+        super().clear()
+        self.fewest_rows = 0
+
+    def pop(self, *args: Any) -> Any:
+        removed = super().pop(*args)
+        self.fewest_rows = min(self.fewest_rows, self.rows)
+        return removed
+
+
+def test_rows_are_counted_while_segments_are_searched(tmp_path: Path) -> None:
     """The caller waiting for the last row polls from another thread."""
-    spool, counts = spool_with(tmp_path / "spool", 5, 6), list[int]()
-
-    def look(folder: Path) -> None:
-        counts.append(spool.unowned_rows)
-
-    monkeypatch.setattr(spools, "clear_half_made", look)
+    spool = spool_with(tmp_path / "spool", 5, 6)
+    watched = spool.unowned = Watched(spool.unowned)
     spool.scan()
-    assert (counts, spool.unowned_rows) == ([11], 11)
+    assert spool.unowned is watched
+    assert (watched.fewest_rows, spool.unowned_rows) == (11, 11)
 
 
 def test_damaged_packed_segment_is_kept_aside(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ that can be stopped.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -15,6 +19,7 @@ from google.cloud.bigquery import SchemaField, Table
 from prometheus_client import REGISTRY
 
 from infra.bigquery import create, schema
+from shared.errors import Unavailable
 from shared.usage.bigquery import BigQuerySender
 from shared.usage.row import Row
 from shared.usage.worker_hour import WorkerHour
@@ -264,6 +269,55 @@ def test_row_and_schema_agree() -> None:
     types = {field["name"]: field["type"] for field in schema()}
     assert {types[name] for name in types if name.endswith("_at")} == {"TIMESTAMP"}
     assert {types[name] for name in types if name.endswith("_ms")} <= {"FLOAT", "FLOAT64"}
+
+
+class _Interrupted(BaseHTTPRequestHandler):
+    """Passes inserts on to the server on `port`, except for the third, which gets a 503."""
+
+    port: int
+    inserts = 0
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).inserts += 1
+        status, answer = (503, b"{}") if self.inserts == 3 else self._pass_on(body)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def _pass_on(self, body: bytes) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_LIMIT_S)
+        headers = {
+            name: value for name, value in self.headers.items() if name.startswith("Content-")
+        }
+        with contextlib.closing(connection):
+            connection.request("POST", self.path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def log_message(self, *_: object) -> None:
+        """Keeps the requests out of the test's output."""
+
+
+def test_half_of_a_split_batch_is_not_counted_twice(tmp_path: Path) -> None:
+    """One row is too large, so the batch is sent in halves, and BigQuery fails in between."""
+    server = Server(tmp_path)
+    rows = [fields_of(row(number)) for number in range(4)]
+    rows[3]["tenant"] = "x" * 11_000_000
+    handler = type("Handler", (_Interrupted,), {"port": server.port})
+    with server.running(), ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        sender = BigQuerySender(PROJECT, f"{DATASET}.rows", f"http://127.0.0.1:{proxy.server_port}")
+        before = REGISTRY.get_sample_value("penstock_rows_written_total") or 0
+        with pytest.raises(Unavailable):
+            sender.send(rows)
+        assert server.row_ids() == ["req:00000", "req:00001"]
+        assert [refused["row_id"] for refused, _ in sender.send(rows)] == ["req:00003"]
+        proxy.shutdown()
+        assert server.row_ids() == ["req:00000", "req:00001", "req:00002"]
+        assert REGISTRY.get_sample_value("penstock_rows_written_total") == before + 3
 
 
 def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ async def test_withdrawal_is_learned_and_undone(redis_url: str) -> None:
         assert told == [True]
 
 
+async def test_fields_of_a_newer_release_are_skipped(redis_url: str) -> None:
+    async with WithdrawalStore(redis_url) as store:
+        assert await store.withdraw(withdrawal())
+        with redis.Redis.from_url(redis_url) as client:
+            (key,) = client.keys("*models:withdrawn")
+            client.hset(key, "frozen:all-MiniLM-L6-v2:1", '{"since": 1}')
+        withdrawals = await store.read()
+    assert withdrawals is not None
+    assert list(withdrawals.withdrawn) == [f"{TEXT_MODEL.name}:{TEXT_MODEL.revision}"]
+
+
 async def test_second_withdrawal_changes_nothing(redis_url: str) -> None:
     async with WithdrawalStore(redis_url) as store:
         assert await store.withdraw(withdrawal())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from safetensors.numpy import load_file, save_file
 
 from shared.broker.in_memory import InMemoryBroker
@@ -38,6 +39,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from tests.limits import WAIT_LIMIT_S
 from tests.record_stores import RecordStores
+from tests.waiting import until
 from tests.workers.worker_harness import RowList
 from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
@@ -298,11 +300,20 @@ async def test_no_switch_for_those_who_do_not_wait_any_more(
     pool: ModelPool,
     process: PooledProcess,
 ) -> None:
+    """Its deadline passes while the process runs a batch of the other model."""
     await embed(process, hosted, LARGE, "a cat")
     async with serving(redis_url, tmp_path, hosted, pool) as harness:
-        for number in range(12):
-            await harness.send(hosted[LARGE].entry, f"long-{number}", f"{number} {LONG_TEXT}")
-        await harness.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.05)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            for number in range(12):
+                await harness.send(hosted[LARGE].entry, f"long-{number}", f"{number} {LONG_TEXT}")
+            await harness.send(hosted[SMALL].entry, "late", "nobody waits", left_s=0.5)
+            await harness.answers(1)
+            assert harness.statuses == {"late": "expired"}
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
         await harness.answers(13)
-    assert harness.statuses["late"] == "expired"
+        # If it still waited in the queue, it would leave the queue only after a switch.
+        await until(lambda: REGISTRY.get_sample_value("penstock_worker_items_waiting") == 0)
     assert process.residency.resident == [LARGE]

@@ -416,28 +416,20 @@ class Completion:
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
         """Caches results, and marks a result as unpaid again if nobody paid for it."""
-        ttl_s, results, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
+        ttl_s = self.model.cache.ttl_s
+        results, owed = dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:
-            if (pulled.to_cache or pulled.to_pay) and ttl_s:
-                delivered = {
-                    outcome.index: outcome
-                    for outcome in answered.outcomes
-                    if outcome.result is not None
-                }
-                pulled.undelivered = frozenset(
-                    outcome.index for outcome in answered.outcomes if outcome.result is None
-                )
-                for key, index in pulled.to_cache.items():
-                    if (outcome := delivered.get(index)) is not None and outcome.result is not None:
-                        results[key], finished_at_s[key] = (
-                            outcome.result,
-                            outcome.receipt.finished_at_s,
-                        )
-                to_pay = pulled.to_pay.items()
-                owed |= {key: mark for key, (index, mark) in to_pay if index not in delivered}
+            pulled.set_delivered(answered.outcomes)
+            owed |= pulled.owed_again
+            by_index = {outcome.index: outcome for outcome in answered.outcomes}
+            for key, index in pulled.to_cache.items():
+                outcome = by_index.get(index)
+                if outcome is not None and outcome.result is not None:
+                    results[key] = outcome.result
+                    finished_at_s[key] = outcome.receipt.finished_at_s
         self._cache.mark_unpaid(owed, ttl_s)
-        if results:
+        if results and ttl_s:
             await self._cache.put_many(results, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:

@@ -259,28 +259,39 @@ class _TemplateProcess:
         return self._process.returncode
 
     async def fork(self, device: str, theirs: socket.socket) -> ForkedProcess:
+        """See `Template.fork`."""
         output, their_output = os.pipe()
         try:
             pipe, protocol = await asyncio.get_running_loop().connect_read_pipe(
                 _Output, os.fdopen(output, "rb", 0)
             )
-            self.forks += 1
-            future: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-            self._forking[self.forks] = future
             try:
-                send(
-                    self._control, ForkRequest(self.forks, device), [theirs.fileno(), their_output]
-                )
-                child = await future
+                child = await self._request_fork(device, [theirs.fileno(), their_output])
             except BaseException:
                 pipe.close()
                 raise
-        except OSError as error:  # the control socket is closed
-            raise ModelFailed(f"the model process template has exited: {error}") from error
         finally:
             os.close(their_output)
         child.stdout = protocol.reader
         return child
+
+    async def _request_fork(self, device: str, descriptors: list[int]) -> ForkedProcess:
+        """Asks the template for a process that inherits `descriptors`.
+
+        Raises:
+            ModelFailed: the template has exited, or doesn't read its requests.
+        """
+        self.forks += 1
+        number = self.forks
+        try:
+            send(self._control, ForkRequest(number, device), descriptors)
+        except BlockingIOError as error:
+            raise ModelFailed("the model process template does not read its requests") from error
+        except OSError as error:
+            raise ModelFailed(f"the model process template has exited: {error}") from error
+        future: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
+        self._forking[number] = future
+        return await future
 
     def _on_readable(self) -> None:
         try:

@@ -173,6 +173,20 @@ class PulledJob:
         """True if the caller is no longer waiting for the job."""
         return self.is_over or self.is_canceled or self.is_late
 
+    def set_delivered(self, outcomes: Sequence[ItemOutcome]) -> None:
+        """Remembers which results the job's reply contains."""
+        delivered = {outcome.index for outcome in outcomes if outcome.result is not None}
+        self.undelivered = frozenset(
+            item.index for item in self.items if item.index not in delivered
+        )
+
+    @property
+    def owed_again(self) -> dict[str, Owed]:
+        """The unpaid results that this job was to pay for but did not deliver, by cache key."""
+        return {
+            key: mark for key, (index, mark) in self.to_pay.items() if index in self.undelivered
+        }
+
     def is_undelivered(self, index: int) -> bool:
         """Returns whether an item's result is known not to have reached the caller."""
         return self.is_canceled or self.is_late or index in self.undelivered

@@ -80,7 +80,13 @@ class RabbitAdmin:
         key = binding_key(settings.topic_id, settings.filter)
         if not await self._exists(exchange=topic_name(self._project, settings.topic_id)):
             raise BadInput(f"create {queue}: topic {settings.topic_id} does not exist")
+
+        async def bind(channel: Channel) -> None:
+            await channel.queue_bind(queue, exchange_name(self._project), key)
+
         if await self._exists(queue=queue):
+            # Its creator may have died before binding it.
+            await self._run(bind, f"create {queue}")
             return False
 
         async def declare(channel: Channel) -> None:
@@ -90,7 +96,7 @@ class RabbitAdmin:
                         delay_queue(queue, delay_s), durable=True, arguments=_delay(queue, delay_s)
                     )
             await channel.queue_declare(queue, durable=True, arguments=self._arguments(settings))
-            await channel.queue_bind(queue, exchange_name(self._project), key)
+            await bind(channel)
 
         await self._run(declare, f"create {queue}")
         return True

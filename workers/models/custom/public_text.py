@@ -16,7 +16,9 @@ from workers.models.custom.printed import MAX_LOG_CHARS
 MAX_PATH_CHARS = 4096
 """Longer words are not held back, because they can't be paths (PATH_MAX on Linux)."""
 _SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
-_PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
+_STARTED = rf"(?<![^{_SEPARATORS}])"
+"""The start of a word."""
+_PYTHON = rf"{_STARTED}[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
 """Matches from the start of a word, so that a long word is scanned only once."""
 _BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
@@ -40,8 +42,10 @@ class PathRemover:
         ]
         if scratch is not None:
             known_forms = [rf"{re.escape(str(scratch))}(?:/src|/prediction-\w+/\d+)?", *known_forms]
-        roots = rf"(?:{'|'.join(known_forms)})(/|{_ENDED})|" if known_forms else "()(?!)|"
-        self._paths = re.compile(f"{roots}{_PYTHON}")
+        # Group 1 is empty if a folder is not followed by the rest of a path. `(?!)` never matches.
+        known_folder = "|".join(known_forms) or "(?!)"
+        begin = rf"(?:{_STARTED}|(?<=file://))"
+        self._paths = re.compile(rf"{begin}(?:{known_folder})(/|{_ENDED})|{_PYTHON}")
 
     def remove(self, text: str) -> str:
         """Returns the text with the folders removed. A folder on its own becomes a dot."""

@@ -96,14 +96,29 @@ class EngineClient:
         key = secrets.token_urlsafe(32)
         threads = self._hardware.threads
         process = await EngineProcess.start(launch, key, threads, self._timeout_s)
-        self._engine = Engine(
+        loaded_s = time.monotonic()
+        engine = Engine(
             process,
             self._dialect,
             self._entry.batch.max_items,
             self._entry.generation.chunk_tokens,
             shares_with_all=self._entry.cache.scope == "global",
         )
-        loaded_s = time.monotonic()
+        try:
+            await self._check_context(process)
+            await self._warm_up(engine)
+        except BaseException:
+            await process.end()
+            raise
+        self._engine = engine
+        took_s = loaded_s - began_s
+        self.residency = ResidencyReport(
+            [0], {0: round(took_s, 6)}, {0: self.memory_bytes}, loads=1, switch_s=took_s
+        )
+        self._started.set()
+        return took_s, time.monotonic() - loaded_s
+
+    async def _check_context(self, process: EngineProcess) -> None:
         limit, wanted = await process.context_tokens(), self._entry.generation.context_tokens
         if limit < wanted:
             raise ConfigurationError(
@@ -111,13 +126,6 @@ class EngineClient:
                 "tokens",
                 field="generation.context_tokens",
             )
-        await self._warm_up(self._engine)
-        took_s = loaded_s - began_s
-        self.residency = ResidencyReport(
-            [0], {0: round(took_s, 6)}, {0: self.memory_bytes}, loads=1, switch_s=took_s
-        )
-        self._started.set()
-        return took_s, time.monotonic() - loaded_s
 
     async def _warm_up(self, engine: Engine) -> None:
         """Generates a token; its log probability is a number if the model is intact.

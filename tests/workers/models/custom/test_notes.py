@@ -48,6 +48,24 @@ def test_methods_of_the_author_are_left_alone(tmp_path: Path) -> None:
         assert output_of(compute(model, {"text": "several words"})) == "several  1"
 
 
+@pytest.mark.parametrize("hint", ["list[os.nope]", "list[", "list[Nobody]"])
+def test_batches_whose_annotations_are_broken_are_not_called(tmp_path: Path, hint: str) -> None:
+    code = f"""
+import os
+
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> str:
+        return text
+
+    def predict_batch(self, inputs: "{hint}") -> list[str]:
+        return []
+"""
+    inspected = inspect_folder(write_class(tmp_path, code))
+    assert not inspected.interface.batches
+    (note,) = inspected.notes
+    assert note.startswith("predict_batch is not called: predict_batch: its annotations can't be")
+
+
 COG_YAML = """
 build:
   system_packages: [ffmpeg]

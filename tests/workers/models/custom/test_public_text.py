@@ -107,10 +107,18 @@ def test_positions_in_logs_stay_when_paths_are_removed_and_the_begin_is_cut() ->
         ("/srv/class-2 /srv/class.old", "/srv/class-2 /srv/class.old"),
         ("Path('/opt/e/lib/python3.11/site-packages/x.py')", "Path('x.py')"),
         ("/usr/bin/ffmpeg -i 1/2", "/usr/bin/ffmpeg -i 1/2"),
+        ("https://a.org/o/srv/class/main.py", "https://a.org/o/srv/class/main.py"),
+        ("/home/me/srv/class/a.c x/srv/class", "/home/me/srv/class/a.c x/srv/class"),
+        ("file:///srv/class/a.png PYTHONPATH=/srv/class:/a", "file://a.png PYTHONPATH=.:/a"),
     ],
 )
 def test_only_whole_folders_are_removed(text: str, public: str) -> None:
     assert PathRemover(None, [Path("/srv/class")]).remove(text) == public
+
+
+def test_without_folders_only_those_of_python_are_removed() -> None:
+    text = "/srv/class/a.py /usr/lib/python3.11/json/decoder.py"
+    assert PathRemover(None, []).remove(text) == "/srv/class/a.py json/decoder.py"
 
 
 QUIET = "environment: [PENSTOCK_TRACEBACKS=off]\n"

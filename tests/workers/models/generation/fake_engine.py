@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 FIRST_TOKEN = 20
+CONTEXT_TOKENS = 1000
 TOKENS_BEFORE = 4
 """Number of tokens before the engine dies, for a stream that it cuts off after the head."""
 
@@ -36,7 +37,8 @@ class FakeEngine(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._send_body(b"{}")
+        models = [] if self.place == "without a context" else [{"max_model_len": CONTEXT_TOKENS}]
+        self._send_body(json.dumps({"data": models}).encode())
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))

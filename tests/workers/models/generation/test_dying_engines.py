@@ -32,7 +32,8 @@ from tests.workers.models.generation.test_vllm import COMMAND_OF_TEST, wait_unti
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process, steps
-from workers.models.engines.dialect import EngineDialect, Launch
+from workers.models.engines.client import EngineClient
+from workers.models.engines.dialect import EngineDialect, Hardware, Launch
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
@@ -55,6 +56,18 @@ PLACES_IN_BODY = ("before the head", "after the head", "in the body")
 DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
 
 pytestmark = pytest.mark.slow(about_s=20)
+
+
+FAILS_ONCE = """#!{python}
+import pathlib, runpy, sys
+
+starts = pathlib.Path(__file__).with_name("starts")
+number = starts.write_text(starts.read_text() + "+")
+place = "without a context" if number == 2 else ""
+sys.argv[1:1] = ["vllm", "body", place]
+runpy.run_path({fake_engine!r}, run_name="__main__")
+"""
+"""A `vllm` whose second start fails."""
 
 
 FLOODS = "while True: print('x' * 5000, flush=True)"
@@ -195,6 +208,40 @@ async def start_canceled() -> None:
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+
+
+async def test_an_engine_whose_restart_failed_is_started_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "vllm"
+    command.write_text(FAILS_ONCE.format(python=sys.executable, fake_engine=fake_engine.__file__))
+    command.chmod(0o755)
+    (tmp_path / "starts").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    client = await EngineClient.start(
+        tiny.entry(engine="vllm"), folder, Hardware("cpu", 1), WAIT_LIMIT_S, no_room
+    )
+    serving, told = asyncio.create_task(client.serve(lambda: None)), Told()
+    try:
+        await client.evict([0])
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            failed = await client.run_steps([tiny.prompt(IDS, TOKENS)], WAIT_LIMIT_S, told)
+            assert failed.failure is not None
+            assert "did not report its context size" in failed.failure.message
+            assert (client.pid, client.residency.resident) == (0, [])
+            ended = await client.run_steps([tiny.prompt(IDS, TOKENS)], WAIT_LIMIT_S, told)
+            await told.until(0, TOKENS)
+        assert ended.failure is None
+        assert told.results[0].output_tokens == TOKENS
+        assert client.residency.resident == [0]
+        assert (tmp_path / "starts").read_text() == "+++"
+    finally:
+        await client.close()
+        serving.cancel()
+
+
+async def no_room() -> bool:
+    return False
 
 
 async def fail_to_start(code: str) -> None:

@@ -57,7 +57,7 @@ def read_batch_form(target: Any) -> BatchForm:
     spec = inspect.getfullargspec(method)
     if len(spec.args) != 2 or spec.varargs or spec.varkw or spec.kwonlyargs:
         raise ValueError(f"{METHOD} must take only self and one list of inputs")
-    hints = typing.get_type_hints(method, include_extras=True)
+    hints = _read_hints(method)
     element = _element_of(hints.get(spec.args[1]), f"the argument {spec.args[1]}")
     output = _without_errors(_element_of(hints.get("return"), "the return value"))
     inputs = read_inputs(_fields_of(element))
@@ -65,6 +65,18 @@ def read_batch_form(target: Any) -> BatchForm:
     if form.streams:
         raise ValueError(f"{METHOD}: the outputs of a batch can't be iterators")
     return BatchForm(element, Signature(inputs, form))
+
+
+def _read_hints(annotated: Any) -> dict[str, Any]:
+    """Returns the annotations of a method or class, with names in quotes resolved.
+
+    Raises:
+        ValueError: an annotation can't be evaluated.
+    """
+    try:
+        return typing.get_type_hints(annotated, include_extras=True)
+    except (NameError, AttributeError, SyntaxError, TypeError) as error:
+        raise ValueError(f"{METHOD}: its annotations can't be read: {error}") from error
 
 
 def _element_of(hint: Any, part: str) -> Any:
@@ -91,7 +103,7 @@ def _without_errors(output: Any) -> Any:
 def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
     """Returns each field's type, default, and constraints, keyed by field name."""
     if inspect.isclass(element):
-        hints = typing.get_type_hints(element, include_extras=True)
+        hints = _read_hints(element)
         model_fields = getattr(element, "model_fields", None)
         if isinstance(model_fields, Mapping):
             return {name: _of_pydantic(hints[name], field) for name, field in model_fields.items()}

@@ -117,7 +117,11 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
 def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
     """Returns the form of `predict_batch`.
 
-    None if the class doesn't have one, or has one with a different form alongside `predict`.
+    None if the class doesn't have one, or has one with a different form alongside `predict`. In
+    that case, adds a note with the reason.
+
+    Raises:
+        NotLoadable: it has a different form, and there is nothing else to call.
     """
     if not has_batches(target):
         return None
@@ -129,7 +133,7 @@ def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
         ):
             raise NotLoadable(str(error)) from error
         notes.append(f"{METHOD} is not called: {error}")
-    return None
+        return None
 
 
 def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
