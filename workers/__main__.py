@@ -6,6 +6,7 @@ Opens the worker's parts in order and runs until SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 import os
@@ -43,6 +44,7 @@ from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.tracing.setup import export_spans
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
+from shared.usage.worker_start import TABLE as STARTS
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import choose_shared_layout, choose_unmeasured_layout
 from workers.autotune.choice import Layout
@@ -58,6 +60,7 @@ from workers.metrics import ProcessTimes, UtilizationReports
 from workers.models.processors import gpu_type_of
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
+from workers.start_report import StartReport, process_started_at_s, read_pod_times
 from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
 
@@ -124,14 +127,33 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
             flow for flow in catalog.flows if any(model in flow.step_models for model in models)
         )
         slo.show(model.public_name for model in (*models, *flows))
-        prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
+        # Opened first, so that a start that fails is reported too.
+        starts = await stack.enter_async_context(_writer(settings, models, "starts", STARTS))
+        start = stack.enter_context(_start_report(settings, models, name, starts, times))
+        prepared = [
+            await _prepare(settings, model, start, is_alone=len(models) == 1) for model in models
+        ]
         hosted = [model for model, _ in prepared]
         layout = _choose_layout(settings, models, prepared[0][1])
-        worker = await _open(stack, settings, hosted, layout, name, times, catalog)
+        worker = await _open(stack, settings, hosted, layout, times, start, catalog)
         running.append(worker)
         settle_heap()
-        log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
+        facts = {"models": [model.name for model in models], "worker": name}
+        log.info("worker ready", extra={**facts, **start.note_ready()})
         await worker.run(stop)
+
+
+def _start_report(
+    settings: WorkerSettings,
+    models: Sequence[Model],
+    name: str,
+    sink: RowWriter,
+    times: ProcessTimes,
+) -> StartReport:
+    info = WorkerInfo(name, settings.region, "", spot=settings.spot)
+    started_at_s = process_started_at_s()
+    pod = read_pod_times(started_at_s, settings.spool_dir / "pod-started")
+    return StartReport(info, models, sink, started_at_s, pod, times.now_s)
 
 
 def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: Layout) -> Layout:
@@ -149,21 +171,22 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
 
 
 async def _prepare(
-    settings: WorkerSettings, model: Model, *, is_alone: bool
+    settings: WorkerSettings, model: Model, start: StartReport, *, is_alone: bool
 ) -> tuple[HostedModel, Layout]:
     """Returns the model with its backend, process count, and thread count (0: default).
 
     `is_alone`: True if this is the worker's only model.
     """
-    folder = await asyncio.to_thread(
-        resolve,
-        model.source,
-        model.revision,
-        settings.models_dir,
-        weights_dir=settings.weights_dir,
-        open_gguf=WORKER_TASKS[model.task].open_gguf(model),
-    )
-    await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
+    with start.measure("weights"):
+        folder = await asyncio.to_thread(
+            resolve,
+            model.source,
+            model.revision,
+            settings.models_dir,
+            weights_dir=settings.weights_dir,
+            open_gguf=WORKER_TASKS[model.task].open_gguf(model),
+        )
+        await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
     if not WORKER_TASKS[model.task].measures_backends(model):
         machine = detect_machine()
         shares = model.definition.shares_weights
@@ -172,7 +195,8 @@ async def _prepare(
             settings.processes, settings.threads, machine, is_wide=is_wide
         )
         return HostedModel(model, folder), layout
-    choice = await choose_backend(model, folder, settings)
+    with start.measure("backend"):
+        choice = await choose_backend(model, folder, settings)
     served = model.model_copy(update={"batch": choice.batch(model)})
     return HostedModel(served, folder, choice.backend), choice.layout
 
@@ -203,8 +227,8 @@ async def _open(
     settings: WorkerSettings,
     hosted: Sequence[HostedModel],
     layout: Layout,
-    name: str,
     times: ProcessTimes,
+    start: StartReport,
     catalog: Catalog,
 ) -> Worker:
     """Opens every part.
@@ -215,16 +239,17 @@ async def _open(
     models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
     hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
-    starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
-    reports = await stack.enter_async_context(UtilizationReports(times, hours, models, starting))
-    pool = await stack.enter_async_context(_pool(settings, hosted, layout))
+    reports = await stack.enter_async_context(UtilizationReports(times, hours, models, start.info))
+    with start.measure("load"):
+        pool = await stack.enter_async_context(_pool(settings, hosted, layout))
+    start.note_compiled(pool.warmup_s)
     cache, redis, transport, objects, withdrawals = await _open_stores(stack, settings)
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
     records, tokens, previews = Records(redis), TokenStreams(redis), PreviewStore(redis)
     flows = FlowEngine(catalog, records, FlowRuns(redis), transport, cache, withdrawals.purges)
-    facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
-    reports.info = facts
+    facts = dataclasses.replace(start.info, device=device, gpu_type=gpu_type_of(device))
+    reports.info = start.info = facts
     consumers = [
         JobConsumer(
             model,
@@ -260,6 +285,7 @@ async def _open(
         max_outstanding_bytes=settings.max_outstanding_bytes,
         drain_s=settings.drain_s,
         times=times,
+        start=start,
     )
 
 

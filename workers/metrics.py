@@ -276,7 +276,7 @@ def hour_of(at_s: float) -> float:
 class HourSink(Protocol):
     """Accepts `worker_hours` rows. Never blocks and never raises."""
 
-    def write_hour(self, row: WorkerHour) -> None:
+    def write_report(self, row: WorkerHour) -> None:
         """Queues one row for writing."""
 
 
@@ -319,7 +319,7 @@ class UtilizationReports:
 
     def write(self) -> None:
         for report in self._times.take():
-            self._sink.write_hour(self._row(report))
+            self._sink.write_report(self._row(report))
 
     def _row(self, report: TimeReport) -> WorkerHour:
         self._number += 1

@@ -46,6 +46,7 @@ from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.protocol import IN_FLIGHT
 from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.model_scheduler import Idle, ModelScheduler
+from workers.start_report import StartReport
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Worker:
             evenly among the models.
         drain_s: how long the jobs held may take to finish after `stop` is set.
         times: adds up how the model processes spend their time.
+        start: reports how long the worker took to start, including its first batch.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Worker:
         max_outstanding_bytes: int = 64 * 1024 * 1024,
         drain_s: float = 20.0,
         times: ProcessTimes | None = None,
+        start: StartReport | None = None,
     ) -> None:
         self._consumers = consumers
         self._queues = [consumer.queue for consumer in consumers]
@@ -96,6 +99,7 @@ class Worker:
         self._scheduler = ModelScheduler(len(consumers), len(pool.processes))
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
+        self._start_report = start
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
         self._wake_event = asyncio.Event()
         """Set when an item is queued or an overlapping batch finishes."""
@@ -329,11 +333,16 @@ class Worker:
         """Distributes a batch's results to its jobs."""
         took_s, now_s = done.finished_at_s - done.started_at_s, time.monotonic()
         self._scheduler.batch_finished(took_s)
-        self._times.batch_ended(done)
+        self._batch_ended(done)
         for flow_control in self._flow_controls[run.consumer]:
             flow_control.batch_ended(run.batch, took_s, now_s)
         run.consumer.batches.distribute(run.batch, done)
         self._count_failed(has_failed=done.has_failed)
+
+    def _batch_ended(self, done: BatchResult) -> None:
+        self._times.batch_ended(done)
+        if self._start_report is not None:
+            self._start_report.batch_ended(done)
 
     def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
         """Requeues a batch whose process died. A process with several batches counts only once.
@@ -360,7 +369,7 @@ class Worker:
         self._times.enter(process_index, "busy")
 
         def on_item(done: BatchResult) -> None:
-            self._times.batch_ended(done)
+            self._batch_ended(done)
             self._count_failed(has_failed=done.has_failed)
 
         def may_admit() -> bool:

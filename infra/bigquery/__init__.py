@@ -1,10 +1,10 @@
 """The single definition of the BigQuery tables: their schemas, options, and views.
 
-`rows` is the usage table. `worker_hours` records how workers spend their time, and
-`webhook_deliveries` records the outcome of each delivery. `daily_usage` and `anomalies` are
-computed from rows, one day at a time. `create` reads the files next to this one for the local
-stack, and Terraform reads them for the cloud. Views name a table as `${project}.${dataset}.rows`.
-The reports that read these tables are in `shared/reports`.
+`rows` is the usage table. `worker_hours` records how workers spend their time, `worker_starts` how
+long each start took, and `webhook_deliveries` the outcome of each delivery. `daily_usage` and
+`anomalies` are computed from rows, one day at a time. `create` reads the files next to this one for
+the local stack, and Terraform reads them for the cloud. Views name a table as
+`${project}.${dataset}.rows`. The reports that read these tables are in `shared/reports`.
 """
 
 from __future__ import annotations

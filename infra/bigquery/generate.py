@@ -1,7 +1,8 @@
-"""`python -m infra.bigquery.generate` writes the files derived from the columns of `Row`.
+"""`python -m infra.bigquery.generate` writes the files derived from the fields of row types.
 
-These files are the schema of the `rows` table and the tenants' view of it. The files are committed
-because Terraform reads them. A test checks that they are up to date.
+These files are the schemas of the `rows` and `worker_starts` tables, and the tenants' view of
+`rows`. The files are committed because Terraform reads them. A test checks that they are up to
+date.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Annotated, get_args, get_origin
 import msgspec
 
 from shared.usage.row import Row
+from shared.usage.worker_start import WorkerStart
 
 FOLDER = Path(__file__).parent
+TABLES: dict[str, type[msgspec.Struct]] = {"rows": Row, "worker_starts": WorkerStart}
+"""The tables whose schemas are generated, and their row types."""
 _TYPES = {str: "STRING", int: "INTEGER", float: "FLOAT", bool: "BOOLEAN"}
 _TENANT_VIEW = """\
 -- A tenant's own rows, without duplicates and without data about workers and other tenants.
@@ -31,14 +35,15 @@ ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 """
 
 
-def columns() -> list[dict[str, str]]:
-    about = _texts_below_fields(Row)
-    return [_column(field, about[field.name]) for field in msgspec.structs.fields(Row)]
+def columns(table: str = "rows") -> list[dict[str, str]]:
+    kind = TABLES[table]
+    about = _texts_below_fields(kind)
+    return [_column(field, about[field.name]) for field in msgspec.structs.fields(kind)]
 
 
-def schema_json() -> str:
-    """Returns the schema of the usage table, with one column per line."""
-    lines = [json.dumps(column, ensure_ascii=False) for column in columns()]
+def schema_json(table: str) -> str:
+    """Returns the schema of a table, with one column per line."""
+    lines = [json.dumps(column, ensure_ascii=False) for column in columns(table)]
     return "[\n  " + ",\n  ".join(lines) + "\n]\n"
 
 
@@ -86,7 +91,8 @@ def _texts_below_fields(kind: type) -> dict[str, str]:
 
 
 def main() -> None:
-    (FOLDER / "rows.schema.json").write_text(schema_json(), encoding="utf-8")
+    for table in TABLES:
+        (FOLDER / f"{table}.schema.json").write_text(schema_json(table), encoding="utf-8")
     (FOLDER / "tenant_views" / "rows.sql").write_text(tenant_view_sql(), encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import read_settings
 from shared.stores.objects import ObjectStore
 
-TABLES = ("rows", "worker_hours", "webhook_deliveries")
+TABLES = ("rows", "worker_hours", "worker_starts", "webhook_deliveries")
 MERGED_AFTER = timedelta(days=2)
 """Rows may arrive a day late after an outage. A day's files are merged only after that."""
 MAX_PAUSE_S = 30.0

@@ -39,6 +39,7 @@ from shared.usage.bigquery import Fields, Segment, Spool
 from shared.usage.row import Row
 from shared.usage.senders import RowSender
 from shared.usage.worker_hour import WorkerHour
+from shared.usage.worker_start import WorkerStart
 
 BATCH_ROWS = 500
 """Google's recommended number of rows per insertAll:
@@ -519,8 +520,8 @@ class RowWriter:
         """
         self._journal.append([fields_of(row) for row in rows], on_safe)
 
-    def write_hour(self, row: WorkerHour) -> None:
-        """The same, for a writer whose table is `worker_hours`."""
+    def write_report(self, row: WorkerHour | WorkerStart) -> None:
+        """The same, for a writer whose table is `worker_hours` or `worker_starts`."""
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:

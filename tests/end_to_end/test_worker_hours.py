@@ -16,6 +16,10 @@ REPORTS = (
     "WHERE hour > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) AND worker = @worker "
     "ORDER BY since"
 )
+STARTS = (
+    "SELECT * FROM `{dataset}.worker_starts_deduplicated` "
+    "WHERE started_at > TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY) AND worker = @worker"
+)
 
 
 def test_a_worker_that_stops_accounts_for_its_time(
@@ -49,3 +53,8 @@ def test_a_worker_that_stops_accounts_for_its_time(
     assert sum(report["cold_starts"] for report in reports) >= 1
     assert reports[-1]["models"] == EMBEDDER
     assert reports[-1]["device"] == "cpu"
+    (start,) = eventually(lambda: rows.query(STARTS, worker=worker))
+    phases_s = [start[f"{phase}_s"] for phase in ("weights", "backend", "load", "compile")]
+    assert 0 < max(phases_s) < start["ready_s"]
+    assert start["first_batch_s"] > 0
+    assert (start["node_s"], start["image_s"], start["device"]) == (None, None, "cpu")

@@ -234,7 +234,7 @@ async def test_table_that_is_missing_keeps_no_other_rows_waiting(
         with server.client() as client:
             client.delete_table(f"{DATASET}.worker_hours")
         async with writer(server, tmp_path / "rows") as rows, hours:
-            hours.write_hour(HOUR)
+            hours.write_report(HOUR)
             rows.write(row(1))
             assert await rows.flush(WAIT_LIMIT_S)
             assert REGISTRY.get_sample_value("penstock_rows_pending") == hours.pending == 1

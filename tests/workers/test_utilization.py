@@ -41,7 +41,7 @@ class Sink:
     def __init__(self) -> None:
         self.rows: list[WorkerHour] = []
 
-    def write_hour(self, row: WorkerHour) -> None:
+    def write_report(self, row: WorkerHour) -> None:
         self.rows.append(row)
 
 
@@ -189,7 +189,7 @@ async def test_bigquery_takes_hours_once(tmp_path: Path) -> None:
                 clock.now_s += 60
             (row,) = sink.rows
             for _ in range(2):
-                writer.write_hour(row)
+                writer.write_report(row)
                 assert await writer.flush(WAIT_LIMIT_S)
         query = f"SELECT * FROM {DATASET}.{TABLE}_deduplicated WHERE hour > TIMESTAMP '2020-01-01'"
         with server.client() as client:

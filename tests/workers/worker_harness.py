@@ -67,6 +67,7 @@ from workers.models.base import Prepared, PreparedCustom, PreparedImage, Prepare
 from workers.models.client import ModelProcessDied, OnPreviews, OnProgress, RunningBatch
 from workers.models.reports import BatchResult, Failure, ResidencyReport
 from workers.runtime.pool import ModelPool
+from workers.start_report import StartReport
 from workers.tasks import WORKER_TASKS
 from workers.worker import Worker
 
@@ -421,6 +422,7 @@ async def running_worker(
     broker: InMemoryBroker | None = None,
     model: Model = MODEL,
     times: ProcessTimes | None = None,
+    start: StartReport | None = None,
     preparer: Preparer | None = None,
     clock: Clock | None = None,
     canary: CanaryShare | None = None,
@@ -482,6 +484,7 @@ async def running_worker(
             pool or letters,  # type: ignore[arg-type]
             drain_s=drain_s,
             times=times,
+            start=start,
         )
         harness.running = asyncio.create_task(worker.run(stop))
         receiving = asyncio.create_task(_receive(harness))

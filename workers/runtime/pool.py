@@ -87,6 +87,11 @@ class ProcessPool:
         return self.processes[0].device_name
 
     @property
+    def warmup_s(self) -> float:
+        """Seconds that the slowest place took to warm up."""
+        return max(process.warmup_s for process in self.processes)
+
+    @property
     def memory_bytes(self) -> int:
         """Total resident memory of all processes, as last reported."""
         return sum(process.memory_bytes for process in self.processes)

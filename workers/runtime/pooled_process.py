@@ -316,6 +316,12 @@ class PooledProcess:
         return "" if client is None else client.facts.device_name
 
     @property
+    def warmup_s(self) -> float:
+        """Seconds that the processes took to warm up, one after another."""
+        clients = (host.process.client for host in self._hosts)
+        return sum(client.facts.warmup_s for client in clients if client is not None)
+
+    @property
     def memory_bytes(self) -> int:
         """Total resident memory of the processes, as last reported."""
         clients = (host.process.client for host in self._hosts)

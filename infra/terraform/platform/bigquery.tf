@@ -12,11 +12,13 @@ locals {
     webhook_deliveries = {
       for name, account in google_service_account.functions : name => account.member if name == "webhooks"
     }
-    worker_hours = merge(
-      { workers = local.workers_member },
-      { for name, member in local.outside_members : "outside-${name}" => member },
-    )
+    worker_hours  = local._worker_members
+    worker_starts = local._worker_members
   }
+  _worker_members = merge(
+    { workers = local.workers_member },
+    { for name, member in local.outside_members : "outside-${name}" => member },
+  )
 }
 
 resource "google_bigquery_dataset" "default" {

@@ -7,7 +7,7 @@ locals {
   rows_url = local.options.rows.archive ? "gs://${module.rows.name}" : ""
   # The archive is the API's image with another command.
   _row_archives = local.options.rows.archive && local.options.api.image != null ? { archive = local.options.api.image } : {}
-  _archived     = ["rows", "webhook_deliveries", "worker_hours"]
+  _archived     = ["rows", "webhook_deliveries", "worker_hours", "worker_starts"]
   _row_putters = merge(local.repliers, {
     for name, account in google_service_account.functions : name => account.member if name == "webhooks"
   })

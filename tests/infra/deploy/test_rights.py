@@ -102,6 +102,7 @@ USES: dict[str, dict[tuple[str, str, str], str]] = {
     "the workers": {
         **ENDS_JOBS,
         ("table", "worker_hours", OWN): "hours, as rows",
+        ("table", "worker_starts", OWN): "its start, as a row",
         ("bucket", "weights", "storage.objectViewer"): "weights",
     },
     "the workers of a model": {
@@ -130,6 +131,7 @@ USES: dict[str, dict[tuple[str, str, str], str]] = {
         ("table", "rows", OWN): "loads",
         ("table", "webhook_deliveries", OWN): "loads",
         ("table", "worker_hours", OWN): "loads",
+        ("table", "worker_starts", OWN): "loads",
         QUERIES: "load jobs",
         ("bucket", "rows", "storage.objectUser"): "takes rows, and keeps files of them",
         ("project", "", "monitoring.metricWriter"): "metrics, by the sidecar",

@@ -68,7 +68,7 @@ def test_a_copy_is_mounted_where_the_worker_looks_for_it(tmp_path: Path) -> None
     assert annotations["gke-gcsfuse/volumes"] == "true"
     # Annotations that existed before are still present.
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
-    assert {"models", "cache", "spool", "tmp", "shm"} <= set(mounts(deployment))
+    assert {"models", "cache", "spool", "tmp", "shm", "pod-info"} <= set(mounts(deployment))
 
 
 def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:

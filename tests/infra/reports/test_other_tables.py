@@ -228,6 +228,52 @@ def test_webhooks_count_events_and_attempts(empty: bigquery.Client) -> None:
     assert (lines[""]["open"], lines[""]["top_failure"]) == (1, "503")
 
 
+def worker_start(worker: str, **given: Any) -> Fields:
+    known: Fields = {
+        "row_id": worker,
+        "worker": worker,
+        "started_at": DAY + dt.timedelta(hours=1),
+        "reported_at": DAY + dt.timedelta(hours=1, minutes=5),
+        "region": "europe-west4",
+        "deployment": "mini",
+        "models": "mini",
+        "weights_s": 2.0,
+        "backend_s": 0.0,
+        "load_s": 10.0,
+        "compile_s": 5.0,
+        "ready_s": 18.0,
+        "first_batch_s": 0.5,
+    }
+    return known | given
+
+
+def test_starts_have_a_line_per_model_and_phase(empty: bigquery.Client) -> None:
+    starts = [
+        *(worker_start(f"w{number}", weights_s=float(number)) for number in range(1, 20)),
+        worker_start("w19", weights_s=19.0),  # written twice
+        worker_start("w20", models="mini,draw", weights_s=100.0, node_s=90.0, image_s=60.0),
+        worker_start("w21", load_s=None, compile_s=None, ready_s=None, first_batch_s=None),
+        worker_start("w22", started_at=QUESTION.until),
+    ]
+    load(empty, "worker_starts", starts)
+    lines = {(line["model"], line["phase"]): line for line in asked(empty, "starts")}
+    assert [phase for model, phase in lines if model == "draw"] == [
+        *("node", "image", "weights", "backend", "load", "compile", "total", "first batch")
+    ]
+    weights = lines["mini", "weights"]
+    assert (weights["starts"], weights["measured"], weights["max_s"]) == (21, 21, 100.0)
+    assert weights["p50_s"] == pytest.approx(10.0, abs=1)
+    assert weights["p95_s"] == pytest.approx(19.0, abs=1)
+    assert (lines["mini", "node"]["measured"], lines["mini", "node"]["p50_s"]) == (1, 90.0)
+    assert (lines["mini", "total"]["starts"], lines["mini", "total"]["measured"]) == (21, 20)
+    assert lines["draw", "image"]["p95_s"] == 60.0
+    drawn = asked(empty, "starts", QUESTION._replace(models=("draw",)))
+    assert {line["model"] for line in drawn} == {"draw"}
+    load(empty, "worker_starts", [worker_start("w23", models="other", gpu_type="l4")])
+    other = [line for line in asked(empty, "starts") if line["model"] == "other"]
+    assert {line["phase"]: line["p50_s"] for line in other}["node"] is None
+
+
 def test_quality_names_what_cannot_be_trusted(empty: bigquery.Client) -> None:
     at = DAY + dt.timedelta(hours=1)
     rows = [

@@ -98,6 +98,7 @@ def test_the_table_is_made_as_described_and_making_it_again_changes_nothing(
     assert table.num_rows == 1
     assert {item.table_id for item in client.list_tables("penstock")} == {
         *("anomalies", "daily_usage", "rows", "webhook_deliveries", "worker_hours"),
+        "worker_starts",
         *usage.views("p", "d"),
     }
     for name in usage.tables():

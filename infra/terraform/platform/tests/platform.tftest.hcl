@@ -75,7 +75,7 @@ run "table" {
 
   assert {
     condition = alltrue([
-      for name in ["webhook_deliveries", "worker_hours"] : (
+      for name in ["webhook_deliveries", "worker_hours", "worker_starts"] : (
         jsondecode(google_bigquery_table.others[name].schema) == jsondecode(file("../../bigquery/${name}.schema.json"))
         && google_bigquery_table.others[name].require_partition_filter
       )
@@ -85,7 +85,7 @@ run "table" {
 
   assert {
     condition = toset(keys(google_bigquery_table_iam_member.writers_of_others)) == toset(concat(
-      ["worker_hours workers"],
+      ["worker_hours workers", "worker_starts workers"],
       [for name in keys(google_service_account.functions) : "webhook_deliveries webhooks" if name == "webhooks"],
     ))
     error_message = "Each of them is written by those who know what it says, and by nobody else."

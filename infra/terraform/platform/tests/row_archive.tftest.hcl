@@ -46,8 +46,8 @@ run "one_process_takes_them_from_there" {
   }
 
   assert {
-    condition     = join(" ", sort(keys(google_bigquery_table_iam_member.row_archive))) == "rows webhook_deliveries worker_hours"
-    error_message = "It loads the three tables that others write."
+    condition     = join(" ", sort(keys(google_bigquery_table_iam_member.row_archive))) == "rows webhook_deliveries worker_hours worker_starts"
+    error_message = "It loads the four tables that others write."
   }
 
   assert {
