@@ -14,56 +14,45 @@
 -- column cold_percent: percentage of items that waited for a model to load; NULL in older rows
 -- column batch_wait_p95_ms: 95th percentile of the time that an item spent in the worker before its batch started
 -- column inference_ms_per_item: batch time divided by the number of items
-WITH
--- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
-doubles AS (
-  SELECT row_id
+WITH matching AS (
+  SELECT
+    received_at,
+    row_id,
+    status,
+    attempt,
+    replied_at,
+    model,
+    worker,
+    started_at,
+    batch_size,
+    batch_capacity,
+    cache,
+    tokens,
+    padded_tokens,
+    cold_start,
+    batch_wait_ms,
+    inference_ms
   FROM `rows`
   WHERE received_at >= @since
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+),
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
+doubles AS (
+  SELECT row_id
+  FROM matching
   GROUP BY received_at, row_id
   HAVING COUNT(*) > 1
 ),
 once AS (
-  SELECT
-    model,
-    worker,
-    started_at,
-    batch_size,
-    batch_capacity,
-    cache,
-    tokens,
-    padded_tokens,
-    cold_start,
-    batch_wait_ms,
-    inference_ms
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id NOT IN (SELECT row_id FROM doubles)
+  SELECT *
+  FROM matching
+  WHERE row_id NOT IN (SELECT row_id FROM doubles)
   UNION ALL
-  SELECT
-    model,
-    worker,
-    started_at,
-    batch_size,
-    batch_capacity,
-    cache,
-    tokens,
-    padded_tokens,
-    cold_start,
-    batch_wait_ms,
-    inference_ms
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id IN (SELECT row_id FROM doubles)
+  SELECT *
+  FROM matching
+  WHERE row_id IN (SELECT row_id FROM doubles)
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 )
 SELECT

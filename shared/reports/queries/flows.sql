@@ -17,63 +17,50 @@
 -- column done_p95_ms: its 95th percentile
 -- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
-WITH
--- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
-doubles AS (
-  SELECT row_id
+WITH matching AS (
+  SELECT
+    received_at,
+    row_id,
+    attempt,
+    replied_at,
+    DATE(received_at, @tz) AS day,
+    tenant,
+    flow,
+    step,
+    request_id,
+    status,
+    cache,
+    inference_ms,
+    total_ms,
+    inference_ms / 1000 * device_share / batch_size AS device_s,
+    cost_usd
   FROM `rows`
   WHERE received_at >= @since
     AND received_at < @until
     AND flow IS NOT NULL
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
+),
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
+doubles AS (
+  SELECT row_id
+  FROM matching
   GROUP BY received_at, row_id
   HAVING COUNT(*) > 1
 ),
 once AS (
-  SELECT
-    DATE(received_at, @tz) AS day,
-    tenant,
-    flow,
-    step,
-    request_id,
-    status,
-    cache,
-    inference_ms,
-    total_ms,
-    inference_ms / 1000 * device_share / batch_size AS device_s,
-    cost_usd
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND flow IS NOT NULL
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id NOT IN (SELECT row_id FROM doubles)
+  SELECT *
+  FROM matching
+  WHERE row_id NOT IN (SELECT row_id FROM doubles)
   UNION ALL
-  SELECT
-    DATE(received_at, @tz) AS day,
-    tenant,
-    flow,
-    step,
-    request_id,
-    status,
-    cache,
-    inference_ms,
-    total_ms,
-    inference_ms / 1000 * device_share / batch_size AS device_s,
-    cost_usd
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND flow IS NOT NULL
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id IN (SELECT row_id FROM doubles)
+  SELECT *
+  FROM matching
+  WHERE row_id IN (SELECT row_id FROM doubles)
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 counted AS (
-  SELECT * FROM once
+  SELECT day, tenant, flow, step, request_id, status, cache, inference_ms, total_ms, device_s, cost_usd
+  FROM once
   UNION ALL
   SELECT day, tenant, flow, '' AS step, request_id, status, cache, inference_ms, total_ms, device_s, cost_usd
   FROM once

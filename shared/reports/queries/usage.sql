@@ -24,20 +24,11 @@
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: whole-device seconds; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
-WITH
--- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
-doubles AS (
-  SELECT row_id
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-  GROUP BY received_at, row_id
-  HAVING COUNT(*) > 1
-),
-once AS (
+WITH matching AS (
   SELECT
+    row_id,
+    attempt,
+    replied_at,
     tenant,
     model,
     received_at,
@@ -59,29 +50,22 @@ once AS (
     AND received_at < @until
     AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
     AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id NOT IN (SELECT row_id FROM doubles)
+),
+-- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
+doubles AS (
+  SELECT row_id
+  FROM matching
+  GROUP BY received_at, row_id
+  HAVING COUNT(*) > 1
+),
+once AS (
+  SELECT *
+  FROM matching
+  WHERE row_id NOT IN (SELECT row_id FROM doubles)
   UNION ALL
-  SELECT
-    tenant,
-    model,
-    received_at,
-    item,
-    status,
-    cache,
-    queue_ms,
-    inference_ms,
-    total_ms,
-    tokens,
-    pixel_steps,
-    cost_usd,
-    inference_ms / 1000 * device_share / batch_size AS device_s,
-    COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
-  FROM `rows`
-  WHERE received_at >= @since
-    AND received_at < @until
-    AND (ARRAY_LENGTH(@tenants) = 0 OR tenant IN UNNEST(@tenants))
-    AND (ARRAY_LENGTH(@models) = 0 OR model IN UNNEST(@models))
-    AND row_id IN (SELECT row_id FROM doubles)
+  SELECT *
+  FROM matching
+  WHERE row_id IN (SELECT row_id FROM doubles)
   QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1
 ),
 sums AS (
