@@ -39,7 +39,6 @@ GPU_LABELS = (
 """Labels on nodes that have GPUs, whether or not a driver and the plugin expose them."""
 KEDA_CRDS = ("scaledobjects.keda.sh", "triggerauthentications.keda.sh")
 METRICS_API = "v1beta1.external.metrics.k8s.io"
-MODEL_LABEL = "penstock.dev/model"
 IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName")
 PING = """
 import os, redis, sys
@@ -238,18 +237,12 @@ class ClusterDoctor:
         return self._existing("configmap", self._wanted["configmap"])
 
     def _keda(self) -> Iterator[Diagnosis]:
-        scaled = self.kubectl.items("hpa")
         crds = set(self.kubectl.run("get", "crds", "-o", "name").split())
         missing = [
             name
             for name in KEDA_CRDS
             if f"customresourcedefinition.apiextensions.k8s.io/{name}" not in crds
         ]
-        if missing and any(
-            MODEL_LABEL in scaled_object["metadata"].get("labels", {}) for scaled_object in scaled
-        ):
-            yield Diagnosis("autoscaler", "the cluster's own (HPA), without KEDA")
-            return
         if missing and not self._is_on_gke():
             facts = "KEDA is missing, which is fine if the site has no `autoscaling`"
             yield Diagnosis("autoscaler", facts)

@@ -21,9 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.deployments,
             options.region,
             image=options.image,
-            autoscaler=options.autoscaler,
             buffer=options.buffer,
-            capacity_buffers=options.capacity_buffers,
         )
         catalog = read_catalog(options.models_file)
         write_overlay(options.out, catalog, options.models_file, deployment)
@@ -51,18 +49,10 @@ def _parser() -> argparse.ArgumentParser:
         "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
     )
     parser.add_argument(
-        "--autoscaler", choices=("keda", "hpa"), default="keda", help="(default: %(default)s)"
-    )
-    parser.add_argument(
         "--buffer",
         type=int,
         default=1,
         help="slots kept warm per GPU class (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--capacity-buffers",
-        action="store_true",
-        help="the cluster supports CapacityBuffer objects",
     )
     return parser
 

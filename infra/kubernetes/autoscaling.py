@@ -18,7 +18,7 @@ may be missing only for a model without recent requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,6 @@ UTILIZATION = 0.7
 """Share of worker time that arrivals should use. The rest absorbs random peaks and growth while
 nodes are starting.
 """
-HPA_WAIT_SHARE = 0.3
-"""Waiting work per worker, as a share of the default deadline, if no worker can be added."""
 FALLBACK_FAILURES = 6
 """Number of times a trigger may fail before KEDA's fallback takes over.
 
@@ -275,63 +273,3 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
     if deployment.prometheus is None:
         trigger["authenticationRef"] = {"name": "worker"}
     return trigger
-
-
-def hpa_patch(
-    group: WorkerGroup, worker: str, deployment: Deployment, processes: int
-) -> dict[str, Any]:
-    """Returns the metrics for a worker's HorizontalPodAutoscaler, which can't multiply or add.
-
-    Waiting work is therefore counted in items, using the initial estimate of seconds per item. If a
-    step computes many items for little more than the cost of one, items sent to a busy worker don't
-    have to wait. The busy share of workers covers all models; waiting items are counted per model.
-    The arguments are the same as for `keda_patch`.
-    """
-    region_labels = {"resource.labels.location": deployment.region}
-    metrics = [
-        _external(
-            "prometheus.googleapis.com|penstock_worker_busy_ratio|gauge",
-            {"metric.labels.worker": worker, "metric.labels.lane": "interactive"} | region_labels,
-            f"{round(UTILIZATION * 1000)}m",
-        )
-    ]
-    for model in group.models:
-        metrics += _waiting_items(model, region_labels, processes)
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "worker"},
-        "spec": {
-            "minReplicas": max(1, group.replicas.min),
-            "maxReplicas": group.replicas.max,
-            "metrics": metrics,
-        },
-    }
-
-
-def _waiting_items(
-    model: Model, region_labels: dict[str, str], processes: int
-) -> Iterator[dict[str, Any]]:
-    item_s = model.definition.first_guesses.item_s / processes
-    held = model.batch.max_items if model.definition.shares_weights else 1
-    yield _external(
-        "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
-        {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | region_labels,
-        str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
-    )
-    for subscription_id in (workers_subscription_id, batch_subscription_id):
-        yield _external(
-            "pubsub.googleapis.com|subscription|num_undelivered_messages",
-            {"resource.labels.subscription_id": subscription_id(model.name)},
-            str(max(held, round(patient_s(model) / item_s))),
-        )
-
-
-def _external(name: str, labels: dict[str, str], target: str) -> dict[str, Any]:
-    return {
-        "type": "External",
-        "external": {
-            "metric": {"name": name, "selector": {"matchLabels": labels}},
-            "target": {"type": "AverageValue", "averageValue": target},
-        },
-    }

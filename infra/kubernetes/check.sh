@@ -45,7 +45,7 @@ render() { # NAME DEPLOYMENTS [OPTION...]
 }
 mkdir -p "$objects"
 render pools "$work/deployments.json"
-render classes "$work/classes.json" --autoscaler hpa --capacity-buffers
+render classes "$work/classes.json"
 render outside "$work/outside.json"
 render weights "$work/weights.json" --models-file "$work/hub.models.yaml"
 render token "$work/token.json" --models-file "$work/hub.models.yaml"

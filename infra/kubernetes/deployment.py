@@ -116,17 +116,12 @@ class Deployment(BaseModel):
     """OpenTelemetry variables for the workers. If empty, no spans are recorded."""
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
-    autoscaler: Literal["keda", "hpa"] = "keda"
     prometheus: OwnPrometheus | None = None
     """The autoscaler's source of metrics. None means Managed Prometheus on GKE, and no autoscaler
     elsewhere.
     """
     buffer: int = Field(1, ge=0)
     """Number of warm places to keep for each GPU node class."""
-    capacity_buffers: bool = False
-    """True to keep them using CapacityBuffer, which the cluster must support, rather than balloon
-    pods.
-    """
 
     @property
     def is_outside(self) -> bool:

@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from infra.kubernetes.autoscaling import hpa_patch, keda_patch
+from infra.kubernetes.autoscaling import keda_patch
 from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, read_gpu_types
 from infra.kubernetes.kustomization import (
     deployment_patch,
@@ -228,22 +228,21 @@ def write_gpu_class(
         # No namespace is set, because a ComputeClass is cluster-wide, which Kustomize doesn't know.
         write_parts(out / folders[-1], "compute-class", nameSuffix=f"-{name}", patches=[patch])
     if deployment.buffer:
-        kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"
-        folders.append(f"{kind}-{name}")
+        folders.append(f"balloon-{name}")
         write_parts(
             out / folders[-1],
-            f"buffers/{kind}",
+            "balloon",
             namespace=deployment.namespace,
             nameSuffix=f"-{name}",
             labels=label_of_pods("penstock.dev/gpu", name),
-            patches=_buffer_patches(gpu, deployment, gpu_types),
+            patches=[_balloon_patch(gpu, deployment, gpu_types)],
         )
     return folders
 
 
-def _buffer_patches(
+def _balloon_patch(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Returns placeholder pods the size of a worker.
 
     They run on the class's own nodes, not on overflow nodes.
@@ -256,24 +255,8 @@ def _buffer_patches(
         pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
         pod["affinity"] = {"nodeAffinity": node_affinity((gpu_types[gpu.type].accelerator,))}
     limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
-    container = "place" if deployment.capacity_buffers else "balloon"
-    pod["containers"] = [{"name": container, "resources": {"requests": share, "limits": limits}}]
-    if not deployment.capacity_buffers:
-        return [deployment_patch("balloon", pod, replicas=deployment.buffer)]
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "PodTemplate",
-            "metadata": {"name": "buffer"},
-            "template": {"spec": pod},
-        },
-        {
-            "apiVersion": "autoscaling.x-k8s.io/v1beta1",
-            "kind": "CapacityBuffer",
-            "metadata": {"name": "buffer"},
-            "spec": {"replicas": deployment.buffer},
-        },
-    ]
+    pod["containers"] = [{"name": "balloon", "resources": {"requests": share, "limits": limits}}]
+    return deployment_patch("balloon", pod, replicas=deployment.buffer)
 
 
 def credentials(audience: str) -> str:
@@ -464,12 +447,8 @@ def _write_worker(
     if deployment.audience:
         components.append("outside")
     if deployment.is_scaled:
-        by_keda = deployment.autoscaler == "keda"
-        components.append(deployment.autoscaler)
-        if by_keda and not deployment.is_outside:
-            components.append("keda-google")
-        patch = keda_patch if by_keda else hpa_patch
-        patches.append(patch(group, name, deployment, placement.processes))
+        components += ["keda"] if deployment.is_outside else ["keda", "keda-google"]
+        patches.append(keda_patch(group, name, deployment, placement.processes))
     write_parts(
         folder,
         "worker",

@@ -40,7 +40,6 @@ RESOURCES: dict[str, dict[str, tuple[str, bool, list[str]]]] = {
         "deployments": ("Deployment", True, ["deploy"]),
         "daemonsets": ("DaemonSet", True, ["ds"]),
     },
-    "autoscaling/v2": {"horizontalpodautoscalers": ("HorizontalPodAutoscaler", True, ["hpa"])},
     "apiextensions.k8s.io/v1": {
         "customresourcedefinitions": ("CustomResourceDefinition", False, ["crd", "crds"])
     },

@@ -440,11 +440,6 @@ def test_without_keda_nothing_scales(cluster: Cluster) -> None:
         "KEDA is missing (scaledobjects.keda.sh, triggerauthentications.keda.sh)"
         in finding["facts"]
     )
-    scaler = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler"}
-    labels = {"penstock.dev/model": "all-minilm-l6-v2"}
-    head = {"name": "worker-all-minilm-l6-v2", "namespace": "penstock", "labels": labels}
-    cluster.objects.append(scaler | {"metadata": head})
-    assert doctor(status=0) == []
 
 
 def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoint: str) -> None:

@@ -1,5 +1,4 @@
-# The autoscaler and its CRDs, before anything that uses them. With the HPA
-# instead, the cluster needs the Stackdriver adapter (docs/how-to/deploy.md).
+# The autoscaler and its CRDs, before anything that uses them.
 
 resource "helm_release" "keda" {
   for_each = local.uses_keda ? { keda = var.keda } : {}

@@ -112,44 +112,6 @@ def test_workers_that_share_gpus_fill_them_up(tmp_path: Path, compute_classes: b
         assert evictable == str(is_shared).lower()
 
 
-def test_without_keda_busy_workers_items_and_messages_count(tmp_path: Path) -> None:
-    objects = render(tmp_path, autoscaler="hpa", buffer=0)
-    for model in MODELS:
-        spec = of_kind(objects, "HorizontalPodAutoscaler")[f"worker-{slug(model.name)}"]["spec"]
-        found = {
-            (external["metric"]["name"], *sorted(labels.values())): external["target"]
-            for external in (metric["external"] for metric in spec["metrics"])
-            for labels in (external["metric"]["selector"]["matchLabels"],)
-        }
-        prometheus, here = "prometheus.googleapis.com", ("europe-west4", "interactive")
-        busy = found.pop(
-            (f"{prometheus}|penstock_worker_busy_ratio|gauge", *sorted((*here, slug(model.name))))
-        )
-        assert busy == {"type": "AverageValue", "averageValue": "700m"}
-        items = found.pop(
-            (f"{prometheus}|penstock_api_items_in_flight|gauge", *sorted((*here, model.name)))
-        )
-        item_s = model.definition.first_guesses.item_s
-        assert float(items["averageValue"]) * item_s < model.deadline.default_s
-        priorities = {f"jobs.{model.name}.workers", f"jobs.{model.name}.batch"}
-        assert {name[1] for name in found} == priorities
-        for messages in found.values():
-            assert float(messages["averageValue"]) * item_s < model.deadline.longest_s
-
-
-def test_without_keda_texts_that_a_full_worker_writes_do_not_wait(tmp_path: Path) -> None:
-    models = tmp_path / "models.yaml"
-    models.write_text(
-        "models: [{name: writer, task: text, source: 'hf:a/b', gpu: {type: none},"
-        " batch: {max_tokens: 65536, max_items: 128}}]"
-    )
-    objects = render(tmp_path / "out", models, autoscaler="hpa", buffer=0)
-    (scaler,) = of_kind(objects, "HorizontalPodAutoscaler").values()
-    busy, *counts = (metric["external"]["target"] for metric in scaler["spec"]["metrics"])
-    assert busy["averageValue"] == "700m"
-    assert all(float(one["averageValue"]) >= 128 for one in counts)
-
-
 def _scaled(objects: Objects, model: str) -> dict[str, Any]:
     spec: dict[str, Any] = of_kind(objects, "ScaledObject")[f"worker-{slug(model)}"]["spec"]
     return spec

@@ -314,8 +314,8 @@ def test_each_worker_reads_its_own_entry(objects: Objects) -> None:
     assert read == {f"models-{slug(model.name)}": [model.name] for model in CATALOG.models}
 
 
-def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
-    objects = render(tmp_path, compute_classes=True, capacity_buffers=True, buffer=2)
+def test_compute_classes_are_the_nodes_of_workers(tmp_path: Path) -> None:
+    objects = render(tmp_path, compute_classes=True, buffer=2)
     classes = of_kind(objects, "ComputeClass")
     assert set(classes) == {"workers-l4-x1", "workers-l4-x4"}
     assert all("namespace" not in found["metadata"] for found in classes.values())
@@ -341,12 +341,13 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
         (selector,) = pod(deployment)["nodeSelector"]
         assert selector == "cloud.google.com/compute-class"
         assert pod(deployment)["terminationGracePeriodSeconds"] <= ours_s
-    buffers = of_kind(objects, "CapacityBuffer")
-    assert {found["spec"]["podTemplateRef"]["name"] for found in buffers.values()} == set(
-        of_kind(objects, "PodTemplate")
-    )
-    assert {found["spec"]["replicas"] for found in buffers.values()} == {2}
-    assert set(of_kind(objects, "Deployment")) == {*workers(objects), "gpu-nodes"}
+    balloons = of_kind(objects, "Deployment").keys() - {*workers(objects), "gpu-nodes"}
+    assert balloons == {"balloon-l4-x1", "balloon-l4-x4"}
+    for name in balloons:
+        balloon = of_kind(objects, "Deployment")[name]
+        assert balloon["spec"]["replicas"] == 2
+        (selector,) = pod(balloon)["nodeSelector"]
+        assert selector == "cloud.google.com/compute-class"
 
 
 def test_what_is_reserved_goes_first(tmp_path: Path) -> None:
@@ -388,14 +389,6 @@ def test_who_waits_for_capacity_has_nodes_of_flex_start_alone(tmp_path: Path) ->
 def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
     # No schemas for these kinds are available offline; the fields come from GKE's reference pages.
     documented = {
-        "CapacityBuffer": {
-            "provisioningStrategy",
-            "podTemplateRef",
-            "scalableRef",
-            "replicas",
-            "percentage",
-            "limits",
-        },
         "ComputeClass": {
             "priorities",
             "nodePoolAutoCreation",
@@ -407,7 +400,7 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
         "PodMonitoring": {"selector", "endpoints", "targetLabels", "limits"},
     }
     reserved = {"l4": {"name": "serving", "zone": "europe-west4-c"}}
-    classes = render(tmp_path, compute_classes=True, capacity_buffers=True, reservations=reserved)
+    classes = render(tmp_path, compute_classes=True, reservations=reserved)
     rendered = [*objects, *classes]
     for kind, fields in documented.items():
         found = of_kind(rendered, kind)
@@ -428,16 +421,6 @@ def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Pa
     assert {gpu["driverVersion"] for gpu in gpus} <= {"default", "latest"}
     shared = [gpu["gpuSharing"]["sharingStrategy"] for gpu in gpus if "gpuSharing" in gpu]
     assert set(shared) <= {"TIME_SHARING", "MPS"}
-
-
-def test_clusters_own_autoscaler_keeps_one(tmp_path: Path) -> None:
-    objects = render(tmp_path, autoscaler="hpa", buffer=0)
-    scalers = of_kind(objects, "HorizontalPodAutoscaler")
-    assert {found["spec"]["scaleTargetRef"]["name"] for found in scalers.values()} == set(
-        workers(objects)
-    )
-    assert {found["spec"]["minReplicas"] for found in scalers.values()} == {1}
-    assert of_kind(objects, "ScaledObject") == {}
 
 
 def test_model_without_a_gpu_runs_anywhere(tmp_path: Path) -> None:

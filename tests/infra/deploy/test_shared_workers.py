@@ -118,19 +118,6 @@ def test_the_autoscaler_adds_up_what_each_model_asks_for(objects: Objects) -> No
     )
 
 
-def test_without_keda_what_waits_of_each_model_counts(tmp_path: Path, models_file: Path) -> None:
-    objects = render(tmp_path / "hpa", models_file, autoscaler="hpa", buffer=0)
-    metrics = of_kind(objects, "HorizontalPodAutoscaler")["worker-docs"]["spec"]["metrics"]
-    chosen = [one["external"]["metric"]["selector"]["matchLabels"] for one in metrics]
-    assert [one.get("metric.labels.worker") for one in chosen].count("docs") == 1
-    assert {one["metric.labels.model"] for one in chosen if "metric.labels.model" in one} == set(
-        SHARED
-    )
-    assert {one.get("resource.labels.subscription_id") for one in chosen} >= {
-        f"jobs.{name}.{priority}" for name in SHARED for priority in ("workers", "batch")
-    }
-
-
 def test_weights_of_all_models_are_mounted(tmp_path: Path, models_file: Path) -> None:
     objects = render(tmp_path / "weights", models_file, weights_bucket="weights")
     own = pod(workers(objects)["worker-docs"])
