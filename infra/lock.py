@@ -4,6 +4,10 @@
 
 - `pins`: versions only, because pip requires hashes for all packages or none.
 - `only NAME`: one package with its hashes.
+- `requirements [EXTRA...]`: what the project and these extras require. A workspace member is
+  replaced by its requirements. pip can't install them without the project, and an image needs them
+  in a layer of their own.
+- `build`: what building the project requires.
 - `check`: requirements that are missing from the lock.
 - `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv
 pip freeze`. The packages named by NAME may also be installed; a NAME ending in * matches a prefix.
@@ -16,9 +20,11 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 LOCK = Path("constraints.txt")
 PROJECT = Path("pyproject.toml")
@@ -52,17 +58,40 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
 
     A requirement is met by a package in the lock or by a workspace member.
     """
-    members = [project_file, *_members(project_file)]
+    documents = [_read(project_file), *_members(project_file)]
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
-    versions |= dict(map(_name_and_version, members))
     lines = []
-    for requirement in (
-        requirement for member in members for requirement in _read_requirements(member)
-    ):
-        pin = _PIN.match(requirement)
-        if pin is None or versions.get(normalize_name(pin["name"])) != pin["version"]:
-            lines.append(requirement)
+    for project in (document["project"] for document in documents):
+        versions[normalize_name(project["name"])] = project["version"]
+    for document in documents:
+        project = document["project"]
+        extras = project.get("optional-dependencies", {}).values()
+        groups = document["build-system"]["requires"], project["dependencies"], *extras
+        for requirement in (requirement for group in groups for requirement in group):
+            pin = _PIN.match(requirement)
+            if pin is None or versions.get(normalize_name(pin["name"])) != pin["version"]:
+                lines.append(requirement)
     return lines
+
+
+def requirements(extras: Sequence[str], project_file: Path = PROJECT) -> list[str]:
+    """Returns what the project and `extras` require, in pip's format.
+
+    Raises:
+        KeyError: the project does not have one of the extras. FileNotFoundError: the folder of a
+        member that `extras` require is missing.
+    """
+    document = _read(project_file)
+    projects = [member["project"] for member in _members(project_file)]
+    members = {project["name"]: project["dependencies"] for project in projects}
+    lines: list[str] = list(document["project"]["dependencies"])
+    for extra in extras:
+        for requirement in document["project"]["optional-dependencies"][extra]:
+            lines += members.get(requirement.partition("==")[0], [requirement])
+    of_workspace = document["tool"]["uv"]["sources"]
+    if missing := [line for line in lines if line.partition("==")[0] in of_workspace]:
+        raise FileNotFoundError(f"no workspace folder contains {', '.join(missing)}")
+    return list(dict.fromkeys(lines))
 
 
 def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
@@ -90,24 +119,16 @@ def normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _members(project_file: Path) -> list[Path]:
-    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    patterns = document.get("tool", {}).get("uv", {}).get("workspace", {}).get("members", [])
-    folder = project_file.parent
-    return sorted(path for pattern in patterns for path in folder.glob(f"{pattern}/pyproject.toml"))
+def _read(project_file: Path) -> dict[str, Any]:
+    return tomllib.loads(project_file.read_text(encoding="utf-8"))
 
 
-def _name_and_version(project_file: Path) -> tuple[str, str]:
-    project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
-    return normalize_name(project["name"]), project["version"]
-
-
-def _read_requirements(project_file: Path) -> list[str]:
-    document = tomllib.loads(project_file.read_text(encoding="utf-8"))
-    project = document["project"]
-    groups = project.get("optional-dependencies", {})
-    extras = (requirement for extra in groups.values() for requirement in extra)
-    return [*document["build-system"]["requires"], *project["dependencies"], *extras]
+def _members(project_file: Path) -> list[dict[str, Any]]:
+    """Returns the project files of the other workspace members."""
+    workspace = _read(project_file).get("tool", {}).get("uv", {}).get("workspace", {})
+    folder, patterns = project_file.parent, workspace.get("members", [])
+    files = (file for pattern in patterns for file in folder.glob(f"{pattern}/pyproject.toml"))
+    return [_read(file) for file in sorted(files)]
 
 
 def main(words: list[str]) -> int:
@@ -118,6 +139,12 @@ def main(words: list[str]) -> int:
     if words[:1] == ["only"] and len(words) == 2:
         locked = read_lock()[normalize_name(words[1])]
         print(f"{words[1]}=={locked.version}", *(f"--hash={digest}" for digest in locked.hashes))
+        return 0
+    if words[:1] == ["requirements"]:
+        print("\n".join(requirements(words[1:])))
+        return 0
+    if words == ["build"]:
+        print("\n".join(_read(PROJECT)["build-system"]["requires"]))
         return 0
     if words[:1] == ["covers"] and len(words) > 1:
         lines = find_uncovered(Path(words[1]).read_text(encoding="utf-8"), words[2:])
@@ -133,7 +160,8 @@ def main(words: list[str]) -> int:
             )
         return 1 if missing else 0
     print(
-        "usage: python infra/lock.py pins | only NAME | covers FILE [NAME...] | check",
+        "usage: python infra/lock.py pins | only NAME | requirements [EXTRA...] | build | "
+        "covers FILE [NAME...] | check",
         file=sys.stderr,
     )
     return 2

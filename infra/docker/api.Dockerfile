@@ -3,9 +3,9 @@ ARG PYTHON_BASE
 
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
-RUN python requirements.py pyproject.toml api > requirements.txt \
-    && python requirements.py pyproject.toml --build > build.txt \
+COPY pyproject.toml constraints.txt infra/lock.py ./
+RUN python lock.py requirements api > requirements.txt \
+    && python lock.py build > build.txt \
     && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv
 # What is installed, and what builds our own wheel, has its hash in the lock.

@@ -22,14 +22,14 @@ prepare() { # IMAGE PATH...
   shift
   mkdir -p "$work/$image/src"
   tar --create --exclude __pycache__ --exclude infra/terraform --exclude 'emulators/*/tests' pyproject.toml constraints.txt LICENSE README.md \
-    infra/lock.py infra/docker/requirements.py "$@" | tar --extract --directory "$work/$image/src"
+    infra/lock.py "$@" | tar --extract --directory "$work/$image/src"
   cd "$work/$image/src"
-  cp infra/lock.py infra/docker/requirements.py .
+  cp infra/lock.py .
   [ "$image" != functions ] || rm -r infra
   # shellcheck disable=SC2046
-  "$python" requirements.py pyproject.toml $(sed -n 's/^RUN python requirements.py pyproject.toml \(.*\) > .*/\1/p' \
+  "$python" lock.py requirements $(sed -n 's/^RUN python lock.py requirements \(.*\) > .*/\1/p' \
     "$top/infra/docker/$image.Dockerfile") > requirements.txt
-  "$python" requirements.py pyproject.toml --build > build.txt
+  "$python" lock.py build > build.txt
   "$python" -m venv --without-pip "$work/$image/venv"
   "$work/builder/bin/uv" pip install --quiet --python "$work/$image/venv/bin/python" --require-hashes \
     --constraint constraints.txt --requirement requirements.txt

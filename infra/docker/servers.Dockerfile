@@ -3,11 +3,11 @@ ARG PYTHON_BASE
 
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
+COPY pyproject.toml constraints.txt infra/lock.py ./
 COPY emulators/bigquery/pyproject.toml emulators/bigquery/
 COPY emulators/pubsub/pyproject.toml emulators/pubsub/
-RUN python requirements.py pyproject.toml servers > requirements.txt \
-    && python requirements.py pyproject.toml --build > build.txt \
+RUN python lock.py requirements servers > requirements.txt \
+    && python lock.py build > build.txt \
     && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv
 # What is installed, and what builds our own wheel, has its hash in the lock.

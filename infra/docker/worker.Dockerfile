@@ -6,12 +6,12 @@ FROM ${CUDA_BASE} AS asked
 # hadolint ignore=DL3002
 USER 0
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
+COPY pyproject.toml constraints.txt infra/lock.py ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
     export UV_LINK_MODE=copy \
-    && python requirements.py pyproject.toml worker gpu > requirements.txt \
-    && python requirements.py pyproject.toml --build > build.txt \
+    && python lock.py requirements worker gpu > requirements.txt \
+    && python lock.py build > build.txt \
     && python lock.py only uv > uv.txt \
     && /usr/local/bin/python -m pip install --disable-pip-version-check --require-hashes --requirement uv.txt \
     && uv pip install --python /usr/local/bin/python --require-hashes --constraint constraints.txt \

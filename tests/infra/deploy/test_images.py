@@ -14,8 +14,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from infra.docker.requirements import requirements
-from infra.lock import read_lock
+from infra.lock import read_lock, requirements
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.dockerfiles import (
     FOLDER,
@@ -105,26 +104,20 @@ def test_what_is_not_for_images_is_not_sent() -> None:
 
 
 def test_only_the_worker_has_torch() -> None:
-    project = Path("pyproject.toml")
     heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
     for name, extras in (
         ("api", "api"),
         ("functions", "functions"),
         ("servers", "servers"),
     ):
-        assert (
-            f"requirements.py pyproject.toml {extras} >"
-            in (FOLDER / f"{name}.Dockerfile").read_text()
-        )
-        assert not [one for one in requirements(project, extras.split()) if one.startswith(heavy)]
-    worker = [one.partition("=")[0] for one in requirements(project, ["worker", "gpu"])]
+        assert f"lock.py requirements {extras} >" in (FOLDER / f"{name}.Dockerfile").read_text()
+        assert not [one for one in requirements(extras.split()) if one.startswith(heavy)]
+    worker = [one.partition("=")[0] for one in requirements(["worker", "gpu"])]
     assert {"torch", "torchao", "diffusers", "google-cloud-pubsub"} <= set(worker)
 
 
 def test_base_has_the_torch_that_the_worker_asks_for() -> None:
-    assert f"torch=={read_lock()['torch'].version}" in requirements(
-        Path("pyproject.toml"), ["worker"]
-    )
+    assert f"torch=={read_lock()['torch'].version}" in requirements(["worker"])
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -153,11 +146,11 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_unknown_extra_is_refused(name: str) -> None:
     with pytest.raises(KeyError):
-        requirements(Path("pyproject.toml"), [f"no-{name}"])
+        requirements([f"no-{name}"])
 
 
 def test_servers_are_in_the_image_with_what_they_require() -> None:
-    asked = requirements(Path("pyproject.toml"), ["servers"])
+    asked = requirements(["servers"])
     names = {one.partition("==")[0] for one in asked}
     assert {"duckdb", "zetasql", "lark", "grpcio-tools"} <= names
     assert not [name for name in names if name.startswith("penstock")]
