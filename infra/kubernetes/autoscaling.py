@@ -18,11 +18,10 @@ may be missing only for a model without recent requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from infra.kubernetes.deployment import Deployment
+from infra.kubernetes.deployment import Deployment, OwnPrometheus
 from shared.broker.transport import batch_subscription_id, workers_subscription_id
 from shared.models.catalog import Model, WorkerGroup
 
@@ -59,47 +58,6 @@ Until then, the HPA leaves the worker count unchanged.
 """
 
 
-@dataclass(frozen=True)
-class MetricSource:
-    """Labels that select a deployment's series for one region in Prometheus."""
-
-    deployment: Mapping[str, str]
-    """Labels on all series of the deployment."""
-    region: Mapping[str, str]
-    """Additional labels on the region's series."""
-    messages: Callable[[str], str] | None
-    """Query for the number of messages waiting in a subscription. None if no metric counts them."""
-
-
-def managed_prometheus(region: str) -> MetricSource:
-    """Returns Google's Managed Prometheus, which has a `location` label and Pub/Sub's metrics."""
-
-    def messages(subscription_id: str) -> str:
-        name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
-        chosen = f'monitored_resource="pubsub_subscription",subscription_id="{subscription_id}"'
-        # Google may export no sample for an empty subscription. This trigger only adds workers.
-        return f"sum({name}{{{chosen}}}) or vector(0)"
-
-    return MetricSource({}, {"location": region}, messages)
-
-
-def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSource:
-    """Returns a Prometheus in which all of the deployment's series have these labels.
-
-    Args:
-        labels: labels that the scrape adds. The whole deployment counts as one region there.
-        has_rabbitmq: true if the broker is RabbitMQ, whose queues the functions monitor. The
-            embedded Pub/Sub exports no metrics, and Google's metrics are not available there.
-    """
-
-    def messages(subscription_id: str) -> str:
-        # Every instance of the functions reports the same queues.
-        chosen = _matchers({"subscription": subscription_id} | dict(labels))
-        return f"max(penstock_queue_messages{{{chosen}}})"
-
-    return MetricSource(labels, labels, messages if has_rabbitmq else None)
-
-
 def _matchers(labels: Mapping[str, str]) -> str:
     return ",".join(f'{name}="{value}"' for name, value in labels.items())
 
@@ -121,16 +79,25 @@ class TriggerQueries:
     Args:
         processes: model processes per worker. They run concurrently, so a worker's average time per
             item is a process's time per item divided by this number.
+        prometheus: the site's own, where the whole deployment counts as one region. None means
+            Google's Managed Prometheus, which adds a `location` label.
     """
 
     def __init__(
-        self, models: Sequence[Model], worker: str, source: MetricSource, processes: int
+        self,
+        models: Sequence[Model],
+        worker: str,
+        region: str,
+        processes: int,
+        prometheus: OwnPrometheus | None = None,
     ) -> None:
         self._models = models
         self._worker = worker
-        self._source = source
         self._processes = processes
-        self._here = _matchers({"worker": worker} | dict(source.region))
+        self._prometheus = prometheus
+        self._deployment = {} if prometheus is None else prometheus.labels
+        self._region = {"location": region} if prometheus is None else prometheus.labels
+        self._here = _matchers({"worker": worker} | self._region)
 
     def arrivals(self) -> str:
         """Returns the seconds of work that callers in the region request each second.
@@ -155,7 +122,7 @@ class TriggerQueries:
         return admitted, shed
 
     def _items_of(self, model: Model) -> str:
-        return _matchers({"model": model.name} | dict(self._source.region))
+        return _matchers({"model": model.name} | self._region)
 
     def work(self) -> str:
         """Returns PromQL for the number of full workers needed for current and waiting work.
@@ -183,17 +150,27 @@ class TriggerQueries:
     def messages(self) -> str | None:
         """Returns the seconds of work in waiting messages of both priorities.
 
-        None if no metric counts the messages.
+        None if no metric counts the messages: the embedded Pub/Sub exports none.
         """
-        count = self._source.messages
-        if count is None:
+        if self._prometheus is not None and not self._prometheus.has_rabbitmq:
             return None
         parts = []
         for model in self._models:
             subscriptions = (workers_subscription_id(model.name), batch_subscription_id(model.name))
-            counts = " + ".join(f"({count(subscription)})" for subscription in subscriptions)
+            counts = " + ".join(f"({self._count(subscription)})" for subscription in subscriptions)
             parts.append(f"({counts}) * ({self._item_s(model)})")
         return _add_up(parts)
+
+    def _count(self, subscription_id: str) -> str:
+        """Returns PromQL for the number of messages waiting in a subscription."""
+        if self._prometheus is not None:
+            # Every instance of the functions reports the same queues.
+            chosen = _matchers({"subscription": subscription_id} | self._deployment)
+            return f"max(penstock_queue_messages{{{chosen}}})"
+        name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
+        chosen = f'monitored_resource="pubsub_subscription",subscription_id="{subscription_id}"'
+        # Google may export no sample for an empty subscription. This trigger only adds workers.
+        return f"sum({name}{{{chosen}}}) or vector(0)"
 
     def _busy_workers(self) -> str:
         fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
@@ -207,7 +184,7 @@ class TriggerQueries:
         """
         # Workers from earlier releases serve one model and don't set this label.
         of_model = {"model": model.name} if len(self._models) > 1 else {}
-        labels = {"worker": self._worker} | of_model | dict(self._source.deployment)
+        labels = {"worker": self._worker} | of_model | self._deployment
         # Sums cover all regions, so a region without workers learns from the others.
         seconds, spare, items = (
             f"sum(rate(penstock_worker_{name}{{{_matchers(labels)}}}[{MEASURED}]))"
@@ -228,7 +205,9 @@ def keda_patch(
     group: WorkerGroup, worker: str, deployment: Deployment, processes: int
 ) -> dict[str, Any]:
     """Returns the fields of a worker's ScaledObject that are not in components/keda."""
-    queries = TriggerQueries(group.models, worker, _source(deployment), processes)
+    queries = TriggerQueries(
+        group.models, worker, deployment.region, processes, deployment.prometheus
+    )
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),
         _trigger("work", queries.work(), 1, deployment),
@@ -251,13 +230,6 @@ def keda_patch(
             "triggers": triggers,
         },
     }
-
-
-def _source(deployment: Deployment) -> MetricSource:
-    if deployment.prometheus is None:
-        return managed_prometheus(deployment.region)
-    prometheus = deployment.prometheus
-    return own_prometheus(prometheus.labels, has_rabbitmq=prometheus.has_rabbitmq)
 
 
 def _trigger(name: str, query: str, threshold: float, deployment: Deployment) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
+from infra.kubernetes.autoscaling import TriggerQueries
+from infra.kubernetes.deployment import OwnPrometheus
 from infra.local.stack import Stack
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
@@ -69,8 +70,8 @@ def scrapes(stack: Stack) -> Scrapes:
 
 
 def queries(model: str) -> TriggerQueries:
-    source = own_prometheus(LABELS, has_rabbitmq=True)
-    return TriggerQueries([CATALOG.find(model)], slug(model), source, 1)
+    prometheus = OwnPrometheus(url="", labels=LABELS, has_rabbitmq=True)
+    return TriggerQueries([CATALOG.find(model)], slug(model), "", 1, prometheus)
 
 
 def test_work_that_was_asked_for_is_seen(

@@ -191,7 +191,7 @@ def test_member_whose_folder_is_missing_is_named(tmp_path: Path) -> None:
     project = tmp_path / "pyproject.toml"
     project.write_bytes(Path("pyproject.toml").read_bytes())
     with pytest.raises(FileNotFoundError, match="penstock-pubsub-emulator"):
-        requirements(project, ["servers"])
+        requirements(["servers"], project)
 
 
 def test_user_is_that_of_the_manifests(objects: Objects) -> None:

@@ -12,12 +12,8 @@ from pathlib import Path
 import pytest
 
 from api.http.middleware import UNTRACED
-from infra.kubernetes.autoscaling import (
-    MetricSource,
-    TriggerQueries,
-    managed_prometheus,
-    own_prometheus,
-)
+from infra.kubernetes.autoscaling import TriggerQueries
+from infra.kubernetes.deployment import OwnPrometheus
 from shared.models.catalog_file import read_catalog
 from shared.money.charge import SHARED
 from shared.money.slo import ENDS
@@ -126,16 +122,18 @@ def test_metrics_and_labels_are_exported(where: str, query: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "added"),
+    ("prometheus", "added"),
     [
-        (managed_prometheus("here"), {"location"}),
-        (own_prometheus({"namespace": "ours"}, has_rabbitmq=True), {"namespace"}),
+        (None, {"location"}),
+        (OwnPrometheus(url="", labels={"namespace": "ours"}, has_rabbitmq=True), {"namespace"}),
     ],
     ids=["managed", "own"],
 )
-def test_autoscaler_asks_for_what_is_exported(source: MetricSource, added: set[str]) -> None:
+def test_autoscaler_asks_for_what_is_exported(
+    prometheus: OwnPrometheus | None, added: set[str]
+) -> None:
     for model in read_catalog(Path("models.yaml")).deployed:
-        queries = TriggerQueries([model], "worker", source, 2)
+        queries = TriggerQueries([model], "worker", "here", 2, prometheus)
         for query in (queries.arrivals(), queries.work(), queries.messages()):
             assert query is not None
             for name, matchers in asked_by(query).metrics.items():

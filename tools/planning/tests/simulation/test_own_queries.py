@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.autoscaling import TriggerQueries, own_prometheus
+from infra.kubernetes.autoscaling import TriggerQueries
+from infra.kubernetes.deployment import OwnPrometheus
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
 from shared.broker.transport import batch_subscription_id, workers_subscription_id
@@ -15,7 +16,8 @@ from shared.models.catalog_file import read_catalog
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
 LABELS = {"namespace": "here"}
-QUERIES = TriggerQueries([MODEL], "images", own_prometheus(LABELS, has_rabbitmq=True), 1)
+PROMETHEUS = OwnPrometheus(url="", labels=LABELS, has_rabbitmq=True)
+QUERIES = TriggerQueries([MODEL], "images", "", 1, PROMETHEUS)
 PRIORITIES = (workers_subscription_id(MODEL.name), batch_subscription_id(MODEL.name))
 NOW_S = 3000.0
 
@@ -75,7 +77,5 @@ def test_another_deployment_in_the_same_prometheus_does_not_count(series: TimeSe
 
 
 def test_nothing_is_asked_where_the_broker_counts_nothing() -> None:
-    assert (
-        TriggerQueries([MODEL], "w", own_prometheus(LABELS, has_rabbitmq=False), 1).messages()
-        is None
-    )
+    prometheus = PROMETHEUS.model_copy(update={"has_rabbitmq": False})
+    assert TriggerQueries([MODEL], "w", "", 1, prometheus).messages() is None

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from infra.kubernetes.autoscaling import MAX_STEP, TriggerQueries, managed_prometheus
+from infra.kubernetes.autoscaling import MAX_STEP, TriggerQueries
 from penstock_planning.simulation.promql import PromQuery
 from penstock_planning.simulation.timeseries import TimeSeries
 from shared.models.catalog_file import read_catalog
 
 MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
-QUERIES = TriggerQueries([MODEL], "images", managed_prometheus("here"), 1)
-OF_TWO = TriggerQueries([MODEL], "images", managed_prometheus("here"), 2)
+QUERIES = TriggerQueries([MODEL], "images", "here", 1)
+OF_TWO = TriggerQueries([MODEL], "images", "here", 2)
 """Queries for workers with two processes."""
 NOW_S = 3000.0
 
