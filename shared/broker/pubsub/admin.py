@@ -108,18 +108,8 @@ class PubSubAdmin:
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Returns the `subscription_ids` that do not exist, in order."""
-        existing = set(await self.list_subscriptions())
+        existing = await self.subscriptions()
         return [name for name in subscription_ids if name not in existing]
-
-    async def list_topics(self) -> list[str]:
-        return [
-            topic.name.rpartition("/")[2]
-            for topic in await self._list("Publisher", "Topics", "topics")
-        ]
-
-    async def list_subscriptions(self) -> list[str]:
-        subscriptions = await self._list("Subscriber", "Subscriptions", "subscriptions")
-        return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
     async def subscriptions(self) -> dict[str, SubscriptionSettings]:
         """Returns all of the project's current subscriptions, keyed by ID.
@@ -135,7 +125,7 @@ class PubSubAdmin:
                 dead_letter_topic_id=proto.dead_letter_policy.dead_letter_topic.rpartition("/")[2],
                 push_endpoint=proto.push_config.push_endpoint,
             )
-            for proto in await self._list("Subscriber", "Subscriptions", "subscriptions")
+            for proto in await self._list()
         }
 
     async def _create(self, path: str, response: Any, request: RawMessage) -> bool:
@@ -179,21 +169,21 @@ class PubSubAdmin:
                 return None
             raise translate(error, f"look at {value}") from error
 
-    async def _list(self, service: str, kind: str, field: str) -> list[RawMessage]:
-        response = getattr(pubsub, f"List{kind}Response").pb()
-        method = Method(self._channel, f"{service}/List{kind}", response, "project")
-        messages: list[RawMessage] = []
-        request = getattr(pubsub, f"List{kind}Request").pb()(
+    async def _list(self) -> list[RawMessage]:
+        path, response = "Subscriber/ListSubscriptions", pubsub.ListSubscriptionsResponse.pb()
+        method = Method(self._channel, path, response, "project")
+        subscriptions: list[RawMessage] = []
+        request = pubsub.ListSubscriptionsRequest.pb()(
             project=f"projects/{self._project}", page_size=PAGE_SIZE
         )
         while True:
             try:
                 page = await self._call(method, request)
             except aio.AioRpcError as error:
-                raise translate(error, f"list {kind.lower()}") from error
-            messages.extend(getattr(page, field))
+                raise translate(error, "list subscriptions") from error
+            subscriptions.extend(page.subscriptions)
             if not page.next_page_token:
-                return messages
+                return subscriptions
             request.page_token = page.next_page_token
 
     async def _call(self, method: Method, request: RawMessage) -> RawMessage:
