@@ -52,23 +52,6 @@ def views(project: str, dataset: str) -> dict[str, str]:
     }
 
 
-def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
-    """Returns the GoogleSQL for a tenant's analyst views: usage rows and `${only}` views.
-
-    Args:
-        dataset: the dataset that contains the tables. The views go into a separate dataset, the
-            only one that analysts can read.
-        tenant: only this tenant's rows are visible. Terraform rejects names with quotes or
-            backslashes.
-    """
-    views, only = _files("views") | _files("tenant_views"), f"tenant = '{tenant}'"
-    return {
-        name: Template(sql).substitute(project=project, dataset=dataset, only=only)
-        for name, sql in sorted(views.items())
-        if "${only}" in sql
-    }
-
-
 def view_columns(name: str) -> dict[str, str]:
     """Returns a view's column descriptions, in order, from the top of its file, if any."""
     files: dict[str, str] = {}
