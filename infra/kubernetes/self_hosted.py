@@ -283,6 +283,13 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
         "penstock-functions": site.images.functions,
         "penstock-servers": site.images.servers,
     }
+    has_rabbitmq = isinstance(site.broker, RabbitBroker)
+    components = {"provision": site.has_servers, "pull": has_rabbitmq}
+    patches = [_client_patch(name, site) for name in names]
+    if has_rabbitmq:
+        sources = "/spec/template/spec/initContainers/0/envFrom/-"
+        (secret,) = secret_of_broker(site)
+        patches.append(json_patch("Deployment", [add_value(sources, secret)], "api"))
     write_parts(
         folder,
         *(f"{TREE}/{name}" for name in names),
@@ -292,7 +299,8 @@ def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None
             {"name": "models", "files": ["models.yaml"]},
             {"name": "settings", "literals": settings},
         ],
-        patches=[_client_patch(name, site) for name in names],
+        components=[f"{TREE}/{name}" for name, is_used in components.items() if is_used],
+        patches=patches,
     )
 
 
@@ -317,8 +325,6 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
     pod: dict[str, Any] = {"containers": [container]}
     if name == "functions":
         container["env"] = [{"name": "PENSTOCK_BILLING_TZ", "value": site.billing_tz}]
-        if isinstance(site.broker, RabbitBroker):
-            container |= _taking_functions(container["env"])
     else:
         pod["volumes"] = [{"name": "keys", "secret": {"secretName": site.keys_secret}}]
     if name != "api":
@@ -327,51 +333,7 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
         "requests": {"cpu": site.api.cpu, "memory": site.api.memory},
         "limits": {"memory": site.api.memory},
     }
-    if site.has_servers:
-        pod["initContainers"] = [_provisioning(site)]
     return deployment_patch(name, pod, replicas=site.api.replicas)
-
-
-def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
-    """Returns the changes for functions that pull messages, which RabbitMQ does not push."""
-    return {
-        "command": ["python", "-m", "workers.functions"],
-        "args": [],
-        "env": [
-            *variables,
-            {"name": "PENSTOCK_HEALTH_HOST", "value": "0.0.0.0"},
-            {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"},
-        ],
-        "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
-        # Checks that the process is alive, not that it is connected, because a restart would not
-        # bring the broker back.
-        "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},
-    }
-
-
-def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
-    """Returns a container that creates topics, subscriptions, and tables before the API starts."""
-    pushed = isinstance(site.broker, EmbeddedBroker)
-    return {
-        "name": "provision",
-        "image": "penstock-servers",
-        "imagePullPolicy": "IfNotPresent",
-        "args": ["provision", *(["--functions-url", "http://functions"] if pushed else [])],
-        "envFrom": [{"configMapRef": {"name": "settings"}}, *secret_of_broker(site)],
-        "resources": {
-            "requests": {"cpu": "100m", "memory": "512Mi", "ephemeral-storage": "64Mi"},
-            "limits": {"memory": "512Mi", "ephemeral-storage": "128Mi"},
-        },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [
-            {"name": "models", "mountPath": "/etc/penstock", "readOnly": True},
-            {"name": "tmp", "mountPath": "/tmp"},
-        ],
-    }
 
 
 def write_scraping(folder: Path, site: SelfHostedSite) -> None:

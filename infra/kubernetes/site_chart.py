@@ -363,9 +363,6 @@ def _add_to(items: list[Any], definition: str, block: Block) -> None:
 
 def _provisioning(pod: dict[str, Any], block: Block) -> None:
     (container,) = pod["initContainers"]
-    words = container["args"]
-    at = words.index("--functions-url")
-    words[at:] = [block(_if(EMBEDDED, _dump(words[at:])))]
     secret = "- secretRef:\n    name: {{ .Values.broker.secret | quote }}"
     container["envFrom"].append(block(_if(RABBITMQ, secret)))
     pod["initContainers"] = block(_if(_SERVERS, _dump({"initContainers": [container]})))

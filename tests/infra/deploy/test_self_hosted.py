@@ -131,7 +131,7 @@ def test_rabbitmq_is_reached_by_all_and_asked_by_functions(over_rabbitmq: Object
         assert {"secretRef": {"name": "penstock-broker"}} in container["envFrom"], name
         assert "PENSTOCK_PUBSUB_ENDPOINT" not in environment(over_rabbitmq, name)
     (provision,) = found["api"]["initContainers"]
-    assert provision["args"] == ["provision"]
+    assert provision["args"][0] == "provision"
     assert {"secretRef": {"name": "penstock-broker"}} in provision["envFrom"]
     (functions,) = found["functions"]["containers"]
     assert (functions["command"], functions["args"]) == (["python", "-m", "workers.functions"], [])
