@@ -5,8 +5,8 @@
 - `pins`: versions only, because pip requires hashes for all packages or none.
 - `only NAME`: one package with its hashes.
 - `requirements [EXTRA...]`: what the project and these extras require. A workspace member is
-  replaced by its requirements. pip can't install them without the project, and an image needs them
-  in a layer of their own.
+  replaced by its requirements. pip can't install them without the project, but an image needs them
+  in a separate layer.
 - `build`: what building the project requires.
 - `check`: requirements that are missing from the lock.
 - `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv

@@ -26,7 +26,7 @@ from prometheus_client import Counter, Gauge
 from pydantic import Field
 
 from infra.bigquery import schema
-from infra.row_archive.loads import RowLoader
+from infra.row_archive.loads import BigQueryLoader
 from infra.row_archive.parquet import count_different_rows, merge, parquet_of_lines
 from shared.errors import BadInput
 from shared.settings import Settings
@@ -178,7 +178,7 @@ class RowArchive:
         loader: also loads the rows into BigQuery. If None, they are not loaded.
     """
 
-    def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
+    def __init__(self, objects: ObjectStore, table: str, loader: BigQueryLoader | None) -> None:
         self._objects = objects
         self._table = table
         self._loader = loader
@@ -408,7 +408,7 @@ class ArchivedDays:
         return len(parts)
 
     async def restore(
-        self, loader: RowLoader, row_counts: Mapping[str, int], since: str, until: str
+        self, loader: BigQueryLoader, row_counts: Mapping[str, int], since: str, until: str
     ) -> list[str]:
         """Reloads days into BigQuery after its table has lost rows.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infra.row_archive.parquet import partition_column
 from shared.errors import Unavailable
@@ -18,22 +18,8 @@ reused.
 """
 
 
-class RowLoader(Protocol):
-    """Loads files into tables. Calls block."""
-
-    def load(self, table: str, path: Path, name: str) -> None:
-        """Loads a file's rows into the table.
-
-        Skips the load if one with this name has already succeeded.
-
-        Raises:
-            Unavailable: it is unknown whether the table contains the rows.
-        """
-        ...
-
-
 class BigQueryLoader:
-    """Runs load jobs using Google's client.
+    """Loads files into tables, using load jobs. Calls block.
 
     Args:
         endpoint: URL of an embedded BigQuery. Empty for Google's.
@@ -45,10 +31,13 @@ class BigQueryLoader:
         self._endpoint = endpoint
 
     def load(self, table: str, path: Path, name: str) -> None:
-        """See RowLoader. BigQuery remembers job names for six months.
+        """Loads a file's rows, unless a load with this name has already succeeded.
 
-        The embedded BigQuery forgets them when it exits. If rows are then loaded twice, the views
-        drop the duplicates.
+        BigQuery remembers job names for six months. The embedded BigQuery forgets them when it
+        exits. If rows are then loaded twice, the views drop the duplicates.
+
+        Raises:
+            Unavailable: it is unknown whether the table contains the rows.
         """
         from google.api_core.exceptions import GoogleAPICallError
 

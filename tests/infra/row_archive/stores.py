@@ -13,6 +13,7 @@ from typing import Any
 import duckdb
 
 from infra.row_archive.archive import RowArchive
+from infra.row_archive.loads import BigQueryLoader
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import Fields
@@ -49,8 +50,8 @@ class FragileStore(ObjectStore):
         return await super()._work(key, call)
 
 
-class TableOfRows:
-    """A RowLoader whose table is in memory. Each name is loaded only once."""
+class TableOfRows(BigQueryLoader):
+    """A loader whose table is in memory. Each name is loaded only once."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, list[Fields]] = {}

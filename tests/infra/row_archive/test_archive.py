@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.row_archive.archive import CALLS, PASS_OBJECTS, RowArchive
-from infra.row_archive.loads import RowLoader
 from shared.errors import Unavailable
 from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import Fields
@@ -117,16 +116,12 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
     objects, tables = FragileStore(), TableOfRows()
     await put(objects, [row(0), row(1)], "a")
 
-    class Overtaken:
-        def load(self, table: str, path: Path, name: str) -> None:
-            tables.load(table, path, name)
-
-    class Overtaking(Overtaken):
+    class Overtaking(TableOfRows):
         """Before each load, another archive process completes the whole pass."""
 
         def load(self, table: str, path: Path, name: str) -> None:
-            asyncio.run(archive_all(RowArchive(objects, "rows", Overtaken())))
-            super().load(table, path, name)
+            asyncio.run(archive_all(RowArchive(objects, "rows", tables)))
+            tables.load(table, path, name)
 
     await archive_all(RowArchive(objects, "rows", Overtaking()))
     await archive_all(RowArchive(objects, "rows", tables))
@@ -183,9 +178,8 @@ async def test_rows_sent_twice_are_archived_once(tmp_path: Path) -> None:
 
 async def test_without_bigquery_the_files_are_all(tmp_path: Path) -> None:
     objects = FragileStore()
-    loader: RowLoader | None = None
     await put(objects, [row(0, tenant="acme", cost_usd=0.25, spot=True)], "a")
-    await archive_all(RowArchive(objects, "rows", loader))
+    await archive_all(RowArchive(objects, "rows", None))
     (found,) = await archived(objects, tmp_path)
     assert found["tenant"] == "acme"
     assert found["cost_usd"] == 0.25
