@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import NoReturn, Protocol
+from contextlib import suppress
+from typing import NoReturn
 
 import msgspec
 
 from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
+from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from api.dispatch.request import InferenceRequest, InFlightJob, RequestOptions
 from api.fair_room import Demand
 from shared.broker.transport import Publisher, jobs_topic_id
@@ -37,14 +38,12 @@ from shared.messages import (
     ItemOutcome,
     Job,
     JobBody,
-    Reply,
     ReplyBody,
     encode_job,
     encode_reply_body,
     record_id,
 )
 from shared.models.catalog import Flow, Model, model_of_canary
-from shared.models.entry import Replies
 from shared.stores.objects import ObjectStore, store_if_large
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, current, span
@@ -55,39 +54,6 @@ LOOK_EVERY_S = 5.0
 """How often the record is read while the reply is pending."""
 TIMER_EARLY_S = 0.002
 """Event loop timers have a resolution of 1 ms, so they may fire just before the deadline."""
-
-
-class ReplyWaiter(Protocol):
-    """Waits for the reply to one job."""
-
-    @property
-    def inbox(self) -> str:
-        """The topic ID to which the worker publishes the reply."""
-
-    @property
-    def slot(self) -> str:
-        """The reply's slot attribute. Empty if it has no slot."""
-
-    async def reply(self, timeout_s: float) -> Reply:
-        """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
-
-    def look(self) -> None:
-        """Interrupts this wait, or the next one if none is in progress, with DeadlineExceeded.
-
-        Called when the record may have changed.
-        """
-
-
-class Inbox(Protocol):
-    """Receives replies. Implemented by api/dispatch/reply_inbox.py."""
-
-    def waiter(
-        self, request_id: str, job_index: int, replies: Replies
-    ) -> AbstractContextManager[ReplyWaiter]:
-        """Registers a waiter for as long as the context is open.
-
-        `replies` comes from the model's entry.
-        """
 
 
 def split_into_jobs(model: Model, items: Sequence[Item]) -> Iterator[slice]:
@@ -111,7 +77,7 @@ class JobSender:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: ReplyInbox,
         publisher: Publisher,
         objects: ObjectStore,
         records: Records,
@@ -161,7 +127,7 @@ class JobSender:
         self,
         request: InferenceRequest,
         items: Sequence[Item],
-        waiter: ReplyWaiter | None,
+        waiter: PendingReply | None,
         *,
         unfinished: int = 0,
     ) -> None:
@@ -231,7 +197,7 @@ class JobSender:
 
     async def _wait(
         self,
-        waiter: ReplyWaiter,
+        waiter: PendingReply,
         request: InferenceRequest,
         job: InFlightJob,
         items: Sequence[Item],
@@ -271,7 +237,7 @@ class JobSender:
         return msgspec.structs.replace(item, input=item.input.with_sources(stored))
 
     async def _publish_awaited(
-        self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: ReplyWaiter
+        self, request: InferenceRequest, job: InFlightJob, items: list[Item], waiter: PendingReply
     ) -> None:
         """Publishes a job whose caller is waiting.
 
@@ -331,7 +297,7 @@ class JobSender:
 
 
 def envelope_of(
-    request: InferenceRequest, api_instance: str, waiter: ReplyWaiter | None = None
+    request: InferenceRequest, api_instance: str, waiter: PendingReply | None = None
 ) -> Envelope:
     """Returns the envelope for a request's first job, which the API's rows also use.
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 import redis.asyncio
 from redis.exceptions import RedisError
 
-from api.dispatch.job_sender import Inbox
+from api.dispatch.reply_inbox import ReplyInbox
 from shared.broker.transport import Publisher
 from shared.errors import PenstockError
 from shared.messages import Reply, ReplyBody, encode_reply
@@ -61,7 +61,7 @@ class Readiness:
 
     def __init__(
         self,
-        inbox: Inbox,
+        inbox: ReplyInbox,
         publisher: Publisher,
         redis_url: str,
         records_url: str,

@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from api.dispatch.job_sender import LOOK_EVERY_S, ReplyWaiter
+from api.dispatch.job_sender import LOOK_EVERY_S
+from api.dispatch.reply_inbox import PendingReply
 from shared.errors import (
     BadInput,
     Canceled,
@@ -179,7 +180,7 @@ class Creation:
         self,
         snapshot: PredictionSnapshot,
         refresh: Refresh,
-        waiter: ReplyWaiter | None,
+        waiter: PendingReply | None,
         *,
         is_new: bool,
     ) -> None:

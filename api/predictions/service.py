@@ -23,8 +23,9 @@ import msgspec
 from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.canary_routing import CanaryRouter
-from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, build_failed_reply
+from api.dispatch.job_sender import JobSender, build_failed_reply
 from api.dispatch.pipeline import OpenParts
+from api.dispatch.reply_inbox import PendingReply, ReplyInbox
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
@@ -120,7 +121,7 @@ class Predictions:
         sender: JobSender,
         webhooks: WebhookPublisher,
         webhook_log: WebhookLog,
-        inbox: Inbox,
+        inbox: ReplyInbox,
         admission: Admission,
         canaries: CanaryRouter,
         flows: FlowEngine,
@@ -137,7 +138,7 @@ class Predictions:
         self._canaries = canaries
         self._flows = flows
         self._keep_s = keep_s
-        self._waiters: dict[str, ReplyWaiter] = {}
+        self._waiters: dict[str, PendingReply] = {}
         """This instance's waiters for replies, keyed by record."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
@@ -530,7 +531,7 @@ class Predictions:
     @contextmanager
     def _register_waiter(
         self, request: InferenceRequest, *, waits: bool
-    ) -> Iterator[ReplyWaiter | None]:
+    ) -> Iterator[PendingReply | None]:
         """Registers a waiter with the inbox. Without a waiter, the request polls the record."""
         record_id, replies = request.facts.request_id, request.model.replies
         # A repeated request polls while the first one waits, because the reply goes to only one of
@@ -576,7 +577,7 @@ class Predictions:
         return unfinished
 
     async def _create(
-        self, request: InferenceRequest, waiter: ReplyWaiter | None, hold: Hold | None
+        self, request: InferenceRequest, waiter: PendingReply | None, hold: Hold | None
     ) -> Creation:
         prediction = request.new_record.prediction
         document = _encode_within_bounds(prediction)
