@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from api import metrics
 from api.errors import HeadTooLarge, TooSlow, error_response
+from api.http.middleware import BODY_ARRIVED
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError
 from shared.settings import ApiSettings
 
@@ -196,6 +197,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._beside_bytes, self._in_body = 0, False
         self._disarm()
+        self.scope[BODY_ARRIVED] = True  # type: ignore[literal-required]
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -12,7 +12,6 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -161,13 +160,13 @@ def _shadow_of(request: InferenceRequest, inputs: list[Input]) -> InferenceReque
         priority="batch",
         price_share=0.0,
     )
-    return replace(
+    return msgspec.structs.replace(
         request,
         facts=facts,
         inputs=inputs,
         is_repeatable=False,
         deadline_s=now_s + request.model.deadline.longest_s,
-        options=replace(
+        options=msgspec.structs.replace(
             request.options,
             queue_limit_s=None,
             cache_read=False,

@@ -14,7 +14,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol, Self
 
 import msgspec
@@ -111,7 +110,7 @@ class CanaryRouter:
         purges = self.withdrawals.purges(model)
         if model is request.model and purges == request.purges:
             return request
-        return replace(request, model=model, purges=purges)
+        return msgspec.structs.replace(request, model=model, purges=purges)
 
     def find_given_up(self, name: str) -> Model | None:
         """Returns the model with this name if no worker serves it anymore, or None if one might."""

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Self
@@ -437,6 +436,8 @@ class Dispatcher:
 
     def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
         """Marks results as unpaid once all callers who would have paid for them have left."""
+        if not any([in_flight.is_unpaid for in_flight in items]):
+            return
         owed = {
             in_flight.item.cache_key: in_flight.owed
             for in_flight in items
@@ -490,8 +491,11 @@ class Dispatcher:
 def _count_items(state: RequestState) -> None:
     """Counts a request's items by outcome."""
     request = state.request
-    ended = [completion.outcome for completion in state.completions if completion is not None]
-    counts = Counter((outcome.receipt.cache, outcome.status) for outcome in ended)
+    counts = dict[tuple[str, str], int]()
+    for completion in state.completions:
+        if completion is not None:
+            labels = completion.outcome.receipt.cache, completion.outcome.status
+            counts[labels] = counts.get(labels, 0) + 1
     counts_toward_slo = request.counts_toward_slo
     for (cache, status), count in counts.items():
         metrics.of_items(request.model.name, cache, status).inc(count)

@@ -61,6 +61,9 @@ def split_into_jobs(model: Model, items: Sequence[Item]) -> Iterator[slice]:
 
     Each image is a separate job, so that images are spread across workers.
     """
+    if len(items) == 1:
+        yield slice(0, 1)
+        return
     work = sum(item.input.estimate_work(model) for item in items)
     largest = model.definition.largest_job(model, work / max(1, len(items)))
     jobs = math.ceil(len(items) / largest)

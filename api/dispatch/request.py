@@ -15,7 +15,7 @@ import asyncio
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -54,8 +54,7 @@ OUTCOME_BYTES = 512
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(msgspec.Struct, frozen=True):
     """One request's options, parsed once from its headers. None or empty if not set.
 
     Times are measured from when the request arrived.
@@ -85,8 +84,7 @@ class RequestOptions:
         return min([bound.longest_s, *given_s])
 
 
-@dataclass(frozen=True, slots=True)
-class NewRecord:
+class NewRecord(msgspec.Struct, frozen=True):
     """The prediction record created for a request before its job is published.
 
     It outlives the caller's connection and the instance.
@@ -102,8 +100,7 @@ class NewRecord:
     """True if the caller can repeat the request and get the same prediction."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True):
     """One validated request: inputs, model, and caller.
 
     A request with a record is a prediction. It has a single job with all items, and its result goes
@@ -150,13 +147,13 @@ class InferenceRequest:
         options, limit_s = self.options, self.options.queue_limit_s
         if limit_s is not None:  # measured from this request, not from the first
             later_s = self.facts.received_at_s - first.created_at_s
-            options = replace(options, queue_limit_s=limit_s + later_s)
-        return replace(
+            options = msgspec.structs.replace(options, queue_limit_s=limit_s + later_s)
+        return msgspec.structs.replace(
             self,
             facts=facts,
             deadline_s=first.deadline_s,
             options=options,
-            record=replace(self.new_record, prediction=first),
+            record=msgspec.structs.replace(self.new_record, prediction=first),
         )
 
     def items(self) -> list[Item]:
@@ -350,8 +347,7 @@ class InFlightJob:
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ItemCompletion:
+class ItemCompletion(msgspec.Struct, frozen=True):
     """The completion of an in-flight item.
 
     `by_worker`: True if the outcome comes from a worker, which writes the leader's row.

@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import re
-import secrets
 import sys
 import time
 from collections import Counter, deque
@@ -58,6 +58,9 @@ FULL_RETRY_S = 1.0
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """Time limit for a body: this many seconds, plus the time it takes to receive the body at this
 rate. Cuts off clients that only trickle data.
+"""
+BODY_ARRIVED = "penstock.body_arrived"
+"""Set by the server in a request's scope once the whole body is here, so no time limit is needed.
 """
 CLIENT_GONE = 499
 """Status in logs and rows when the caller has hung up, as in nginx."""
@@ -246,15 +249,16 @@ class ContextMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._bodies)
-        with metrics.REQUESTS_OPEN.track_inprogress():
-            try:
-                # Done before the route runs, because none of this depends on the caller.
-                await scope["app"].state.dependencies.access.meet(scope["headers"])
-                await self._app(scope, exchange.receive, exchange.send)
-            except Exception as error:
-                await exchange.answer_unexpected(error)
-            finally:
-                exchange.end()
+        metrics.REQUESTS_OPEN.inc()
+        try:
+            # Done before the route runs, because none of this depends on the caller.
+            await scope["app"].state.dependencies.access.meet(scope["headers"])
+            await self._app(scope, exchange.receive, exchange.send)
+        except Exception as error:
+            await exchange.answer_unexpected(error)
+        finally:
+            exchange.end()
+            metrics.REQUESTS_OPEN.dec()
 
 
 class _Exchange:
@@ -271,7 +275,7 @@ class _Exchange:
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         self._declared_bytes = _number(headers.get(b"content-length", b"").decode("latin-1"))
         self._encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
-        own_id = f"req_{secrets.token_hex(12)}"
+        own_id = f"req_{os.urandom(12).hex()}"
         is_shown = _SANE_ID.fullmatch(client_id) is not None and PREFIX not in client_id
         context = self.context = scope["penstock.context"] = RequestContext(
             shown_id=client_id if is_shown else own_id,
@@ -292,7 +296,8 @@ class _Exchange:
         largest_bytes = streamed or self._bodies.largest_bytes
         if self._declared_bytes > largest_bytes:
             raise _too_large(largest_bytes)
-        message = await self._receive_in_time()
+        has_arrived = BODY_ARRIVED in self._scope
+        message = await (self._receive() if has_arrived else self._receive_in_time())
         size = len(message.get("body", b""))
         if size and self._encoding not in ("", "identity"):
             raise BadInput(

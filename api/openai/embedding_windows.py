@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple, cast
 
+import msgspec
 import numpy as np
 
 from api.batches.files import BatchFiles
@@ -238,4 +238,4 @@ def take_time(call: ModelCall, model: Model) -> None:
         call.context.facts.priority = "batch"
         call.context.headers[PRIORITY_HEADER] = "batch"
     if call.options.deadline_s is None:
-        call.options = replace(call.options, deadline_s=model.deadline.longest_s)
+        call.options = msgspec.structs.replace(call.options, deadline_s=model.deadline.longest_s)

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -329,7 +329,9 @@ class _NewResponse:
         fields = _dump_body(body) | {"max_output_tokens": self.inputs[0].max_tokens}
         new = self._request(fields)
         if not body.is_kept and not full_request.conversation:
-            new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
+            new = msgspec.structs.replace(
+                new, record=msgspec.structs.replace(new.new_record, keep_s=UNSTORED_KEEP_S)
+            )
         with ExitStack() as held:
             if body.stream:
                 held.enter_context(streams.room.reserve(call.tenant))

@@ -204,7 +204,7 @@ class PriceTerms(EntryPart):
     def _version_is_text(cls, value: object) -> object:
         return check_quoted("version", value)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name of the version.
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from decimal import ROUND_HALF_UP, Context, Decimal
+from functools import lru_cache
 
 PLACES = 9
 """Maximum number of decimal places in headers and errors. A header's amount matches its rows to
@@ -18,6 +19,7 @@ _WIDE = Context(prec=400)
 """Enough precision for any double."""
 
 
+@lru_cache(maxsize=1024)
 def plain(usd: float | Decimal, places: int = PLACES) -> str:
     """Returns an amount without an exponent, a currency, or trailing zeros, such as `0.0012`.
 

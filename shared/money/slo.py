@@ -38,9 +38,10 @@ def counts_toward_slo(
     Args:
         limits_s: time limits, in seconds, that the caller set for the item. None if not set.
     """
+    if priority != "interactive":
+        return False
     least_s = deadline.default_s - ROUNDING_S
-    has_usual_time = all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
-    return priority == "interactive" and has_usual_time
+    return all([limit_s is None or limit_s >= least_s for limit_s in limits_s])
 
 
 def show(models: Iterable[str]) -> None:

@@ -305,10 +305,10 @@ class ResultCache(RedisStore):
             await asyncio.wait(marking)
         hits = self._in_memory(keys)
         if missing := [key for key in keys if key not in hits]:
-            from_redis = await self._from_redis(missing)
-            _IN_REDIS.inc(len(from_redis))
+            if from_redis := await self._from_redis(missing):
+                _IN_REDIS.inc(len(from_redis))
+                hits |= from_redis
             MISSES.inc(len(missing) - len(from_redis))
-            hits |= from_redis
         return hits
 
     def list_in_memory(self, keys: Iterable[str]) -> list[str]:
@@ -323,7 +323,8 @@ class ResultCache(RedisStore):
             cached = self._memory.get(key, now_s)
             if cached is not None and cached.state == "paid":
                 hits[key] = Hit(cached.entry.result, "memory")
-        _IN_MEMORY.inc(len(hits))
+        if hits:
+            _IN_MEMORY.inc(len(hits))
         return hits
 
     async def _from_redis(self, keys: list[str]) -> dict[str, Hit]:
@@ -349,6 +350,8 @@ class ResultCache(RedisStore):
                 entries[key] = cached
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
                     marked[key] = cached
+        if not entries:
+            return {}
         owed = await self._take_marks(marked) if marked else {}
         if owed is None:  # it is unknown whether they have been paid for, so they are recomputed
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}

@@ -115,8 +115,7 @@ class PublishQueue:
         self._check_room(size_bytes)
         loop = asyncio.get_running_loop()
         pending = _Pending(message, size_bytes, loop.time() + timeout_s, loop.create_future())
-        late = Unavailable(f"publish to {topic_path}: no response within {timeout_s} s")
-        timer = loop.call_at(pending.end_s, _resolve, pending, late)
+        timer = loop.call_at(pending.end_s, _give_up, pending, topic_path, timeout_s)
         self._messages += 1
         self._bytes += size_bytes
         try:
@@ -256,6 +255,10 @@ class _TopicQueue:
                 _resolve(pending, message_id)
 
 
+def _give_up(pending: _Pending, topic_path: str, timeout_s: float) -> None:
+    _resolve(pending, Unavailable(f"publish to {topic_path}: no response within {timeout_s} s"))
+
+
 def _resolve(pending: _Pending, outcome: Any) -> None:
     if pending.message_id.done():
         return
@@ -310,7 +313,8 @@ class PubSubTransport:
 
         See shared.broker.transport.Publisher and PublishQueue.
         """
-        message = PubsubMessage(data=data, attributes=attributes, ordering_key=ordering_key)
+        message = PubsubMessage(data=data, ordering_key=ordering_key)
+        message.attributes.update(attributes)  # takes less time than passing them to the class
         return await self._publishing.publish(
             topic_path(self._project, topic_id), message, timeout_s
         )
