@@ -26,6 +26,10 @@ sent to a caller (a body, an event, a record, a webhook) uses it.
 
 from __future__ import annotations
 
+import msgspec
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
+"""Raised by msgspec for data it can't decode. For invalid UTF-8, it raises Python's own error."""
 MAX_MESSAGE_CHARS = 8000
 """In characters. Messages quote callers' input, and appear in responses, replies, records and logs.
 """

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shared.errors import InputTooLarge, PenstockError, UndecodableMessage
+from shared.errors import MALFORMED, InputTooLarge, PenstockError, UndecodableMessage
 from shared.models.tasks import Input, Result
 from shared.models.tasks.custom import PieceChunk
 from shared.tenants.plan import HEAVIEST, LIGHTEST, Priority
@@ -483,7 +483,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     envelope = Envelope.from_attributes(attributes)
     try:
         body = _job_decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (*MALFORMED, RecursionError) as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if not body.items:
         raise UndecodableMessage("data: a job must have at least one item", field="data")
@@ -543,7 +543,7 @@ def decode_reply_batch(data: bytes, attributes: Mapping[str, str]) -> list[Batch
     check_schema(attributes)
     try:
         return _batch_decoder.decode(data).replies
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise UndecodableMessage(f"replies: {error}", field="data") from error
 
 
@@ -560,7 +560,7 @@ def decode_reply_body(data: bytes | msgspec.Raw) -> ReplyBody:
     """
     try:
         return _reply_decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
 
 
@@ -576,7 +576,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
         return Reply(
             attributes["request_id"], part, attributes.get("slot", ""), _reply_decoder.decode(data)
         )
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:
+    except (KeyError, ValueError, *MALFORMED) as error:
         raise UndecodableMessage(f"reply: {error}", field="data") from error
 
 

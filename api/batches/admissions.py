@@ -97,7 +97,11 @@ class Admissions:
         raise AssertionError("backoff ended; this is a bug")
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """Returns the number of the last admission, and the batches in it that are still open."""
+        """Returns the number of the last admission, and the owner's open batches.
+
+        A batch is open if it is in that admission and still has a marker. Without an admission, a
+        marker is enough.
+        """
         listed = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
         if not listed:  # batches from an earlier release, if any

@@ -47,7 +47,7 @@ from prometheus_client import Counter, Gauge
 from api import metrics
 from api.fair_room import Demand
 from shared.broker.transport import SmoothedDuration
-from shared.errors import DeadlineExceeded, Unavailable
+from shared.errors import MALFORMED, DeadlineExceeded, Unavailable
 from shared.models.catalog import Model
 from shared.models.service_rate import ServiceRate
 from shared.process.concurrency import BackgroundTask
@@ -231,10 +231,15 @@ class ModelWindow:
         self._queues[tenant.name] = tenant
         self._let_leave()
         started_s = time.perf_counter()
-        held = metrics.HELD.labels(demand.model).track_inprogress()
-        with held, span("hold", "internal", {STAGE: "hold", "penstock.items": demand.items}):
-            await self._wait(demand, tenant, waiting)
-        metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
+        in_progress = metrics.HELD.labels(demand.model).track_inprogress()
+        try:
+            with (
+                in_progress,
+                span("hold", "internal", {STAGE: "hold", "penstock.items": demand.items}),
+            ):
+                await self._wait(demand, tenant, waiting)
+        finally:
+            metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
 
     def release(self, demand: Demand) -> None:
         """Returns one job's permit and releases waiting jobs that fit."""
@@ -506,5 +511,5 @@ def _decode_reports(answers: Iterable[bytes]) -> Iterable[WindowReport]:
     for answer in answers:
         try:
             yield _decoder.decode(answer)
-        except msgspec.MsgspecError:
+        except MALFORMED:
             continue  # an instance running a different release

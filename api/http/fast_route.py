@@ -30,6 +30,7 @@ from api.http.injection import open_call
 from api.http.middleware import BodyBudget, ContextMiddleware
 from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
+from shared.errors import MALFORMED
 
 MIN_BYTES = 64 * 1024
 """About eight vectors. A smaller response takes one or two round trips, whether compressed or not.
@@ -128,7 +129,7 @@ class StreamedRoute(FastRoute):
         """Returns whether the body requests a streamed response. False for an invalid body."""
         try:
             return bool(_streamed_decoder.decode(strip_mark(await request.body())).stream)
-        except (msgspec.MsgspecError, RecursionError):
+        except (*MALFORMED, RecursionError):
             return False
 
 

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import MALFORMED, ConfigurationError, PenstockError, Unavailable
 from shared.process.concurrency import BackgroundTask
 from shared.stores.key_stores import KeyCopy
 from shared.tenants.api_key import SALT_BYTES, ApiKey, hash_of
@@ -209,7 +208,7 @@ class LiveDirectory:
                     await self._read_copy(self._copy)
                 elif self._failure is None and self._clock() - self._copied_s >= COPY_S:
                     await self._write_copy(self._copy)
-        except (TimeoutError, Unavailable, ConfigurationError, msgspec.DecodeError) as error:
+        except (TimeoutError, Unavailable, ConfigurationError, *MALFORMED) as error:
             self._copied_s = self._clock()
             log.info("no copy of API keys", extra={"reason": str(error)})
 

@@ -22,7 +22,7 @@ from api.errors import NotFound
 from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, sum_usage
 from api.limits.limiter import Limiter
 from api.predictions.service import GRACE_S, Predictions
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 from shared.stores.holds import DueHold, Holds
 from shared.stores.record_state import Record
 
@@ -100,7 +100,7 @@ class PredictionFollower:
     async def _settle(self, due: DueHold) -> None:
         try:
             held_limits = _decoder.decode(due.data)
-        except msgspec.MsgspecError:
+        except MALFORMED:
             log.exception("a hold can't be read, so its prediction counts as reserved")
             await self._limiter.settle_hold(due.record_id, [], None)
             return

@@ -19,22 +19,23 @@ NEWER = {"ScaledObject.spec.fallback": {"behavior"}}
 KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentication}
 
 
-def main() -> int:
+def main() -> None:
     """Prints how many objects were checked.
 
-    An invalid object raises an error with the field and reason.
+    Exits with the field and reason if an object is invalid or if there are none.
     """
     checked = 0
     for document in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        if document["kind"] in KINDS:
+        if document and document["kind"] in KINDS:
             _refuse_unknown(
                 document,
                 KINDS[document["kind"]].model_validate(document).model_dump(by_alias=True),
                 document["kind"],
             )
             checked += 1
+    if not checked:
+        raise SystemExit(f"{sys.argv[1]}: no KEDA objects")
     print(f"{checked} objects match KEDA's models")
-    return 0
 
 
 def _refuse_unknown(document: object, known: Any, where: str) -> None:
@@ -52,4 +53,4 @@ def _refuse_unknown(document: object, known: Any, where: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ from pydantic import Field
 from infra.bigquery import schema
 from infra.row_archive.loads import BigQueryLoader
 from infra.row_archive.parquet import count_different_rows, merge, parquet_of_lines
-from shared.errors import BadInput
+from shared.errors import MALFORMED, BadInput
 from shared.settings import Settings
 from shared.stores.objects import ObjectStore, StoredObject
 from shared.usage.senders import MEDIA_TYPE, incoming
@@ -130,7 +130,7 @@ class LineChecker:
     def _fits(self, decoder: msgspec.json.Decoder[msgspec.Struct], line: bytes) -> bool:
         try:
             decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except MALFORMED:
             return False
         return True
 
@@ -246,7 +246,7 @@ class RowArchive:
             return None
         try:
             return msgspec.json.decode(data, type=_Pass)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             # The list was written by some other program. The objects listed there are still in
             # `incoming`, and may also be in files.
             log.error("dropping a damaged list", extra={"key": self._list_key}, exc_info=error)

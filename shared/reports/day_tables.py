@@ -70,8 +70,10 @@ def days_asked(parameters: Mapping[str, object], tz: str, now: datetime) -> list
     """Returns the days a call covers, oldest first.
 
     Args:
-        parameters: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last
-            complete day and the AGAIN_DAYS days before it.
+        parameters: `from` and `to`, both inclusive, such as 2026-10-31. `to` alone is that day,
+            and `from` alone lasts until the last complete day. Defaults to the last complete day
+            and the AGAIN_DAYS days before it.
+        tz: name of the billing time zone.
 
     Raises:
         BadInput: a field is invalid, the range is too long, or its last day is not over yet.

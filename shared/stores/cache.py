@@ -27,7 +27,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 from redis.exceptions import ResponseError
 
-from shared.errors import BadInput
+from shared.errors import MALFORMED, BadInput
 from shared.messages import Receipt
 from shared.models.catalog import Model
 from shared.models.tasks import Input, Result
@@ -366,7 +366,7 @@ class ResultCache(RedisStore):
             return None
         try:
             entry = self._decoder.decode(value)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except MALFORMED:
             UNREADABLE.inc()
             return None
         return _Kept(entry, len(value)) if entry.expires_at_s > now_s else None
@@ -376,7 +376,7 @@ class ResultCache(RedisStore):
             return None
         try:
             return self._owed_decoder.decode(value)
-        except msgspec.MsgspecError:
+        except MALFORMED:
             UNREADABLE.inc()
             return None
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import msgspec
 from prometheus_client import Counter
 
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -270,6 +270,11 @@ class Spool:
         return None
 
     def _adopt(self, path: Path) -> tuple[Segment, list[Fields]] | None:
+        """Locks a segment, and returns it with its rows.
+
+        None if it has an owner, no readable rows, or is damaged. In the last two cases, it is
+        removed or set aside.
+        """
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -277,14 +282,19 @@ class Spool:
         if not _lock(fd) or not os.fstat(fd).st_nlink:
             os.close(fd)
             return None
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read()
+        try:
+            with open(fd, "rb", closefd=False) as file:
+                data = file.read()
+        except OSError:
+            os.close(fd)
+            raise
         segment = Segment(path, fd, len(data))
         try:
-            rows = self._decode(unpack(data) if is_packed(path) else data)
+            lines = unpack(data) if is_packed(path) else data
         except ValueError as error:
             self._set_aside(segment, str(error))
             return None
+        rows = self._decode(lines)
         if rows:
             return segment, rows
         self.remove(segment)
@@ -300,7 +310,7 @@ class Spool:
             try:
                 row = msgspec.json.decode(line, type=Fields)
                 row["row_id"]
-            except (msgspec.DecodeError, KeyError) as error:
+            except (*MALFORMED, KeyError) as error:
                 unreadable.append(
                     ({"line": line.decode(errors="replace")}, f"unreadable on disk: {error}")
                 )

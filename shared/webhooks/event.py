@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import msgspec
 from yarl import URL
 
-from shared.errors import BadInput, ConfigurationError, UndecodableMessage
+from shared.errors import MALFORMED, BadInput, ConfigurationError, UndecodableMessage
 from shared.web.public_url import ANYWHERE, PUBLIC, UrlForbidden, parse_public_url
 
 EventName = Literal["start", "output", "logs", "completed"]
@@ -122,7 +122,7 @@ def decode_webhook_event(data: bytes) -> WebhookEvent:
 def _decode(decoder: msgspec.json.Decoder[Event], data: bytes) -> Event:
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise UndecodableMessage(f"event: {error}", field="data") from error
 
 

@@ -380,7 +380,7 @@ def _pages_of(document: CustomInput) -> CustomResult:
         page: dict[str, Any] = {"index": index, "markdown": lines[index], "images": []}
         page["dimensions"] = {"dpi": 150, "height": 1650, "width": 1275}
         if lines[index] in ("image", "crowded"):
-            below, many = ("below", 1) if lines[index] == "image" else ("[a](a) " * 40_000, 8_000)
+            below, many = ("below", 1) if lines[index] == "image" else ("[a](a) " * 100_000, 20_000)
             page["markdown"] = f"![img-0.jpeg](img-0.jpeg) {below}"
             places_of_words = range(26, 26 + 35 * many, 35)
             words = [{"text": "a", "confidence": 0.5, "start_index": at} for at in places_of_words]

@@ -32,16 +32,22 @@ def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
 
 
 async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
-    """`{}` lacks required fields on almost every route. The error lists them, so the body was
-    read.
-    """
+    """A route that reads its body answers `{}` differently from a body that isn't JSON."""
+    unread = set[str]()
     for method, path in json_routes(api):
         answers = [
-            await api.http.request(method, path, content=mark + b"{}", headers=JSON)
-            for mark in (b"", MARK)
+            await api.http.request(method, path, content=body, headers=JSON)
+            for body in (b"{}", MARK + b"{}", b"{")
         ]
-        plain, marked = (_known_part(answer.status_code, answer.json()) for answer in answers)
+        plain, marked, broken = (
+            _known_part(answer.status_code, answer.json()) for answer in answers
+        )
         assert marked == plain, (method, path)
+        if broken == plain:
+            unread.add(path)
+    # They respond before they read a body: without an admin key, or because nothing is named `x`.
+    assert {path for path in unread if "/admin/" not in path and "/x" not in path} == set()
+    assert len(unread) < len(json_routes(api)) / 2
 
 
 def _known_part(status: int, body: Any) -> tuple[int, Any]:

@@ -150,14 +150,15 @@ async def test_images_are_numbered_from_page_to_page(api: ApiUnderTest) -> None:
         assert page["markdown"][word["start_index"] :] == "below"
 
 
-async def test_a_page_with_many_references_and_words_takes_no_time(api: ApiUnderTest) -> None:
+async def test_a_page_with_many_references_and_words_takes_little_time(api: ApiUnderTest) -> None:
     data = base64.b64encode(b"\n".join([b"image"] * 10 + [b"crowded"])).decode()
     document = {"document_url": f"data:application/pdf;base64,{data}"}
+    # Searching all references for each word would take a minute instead of 0.1 s.
     before_s = time.process_time()
     page = (await asked(api, document=document)).json()["pages"][-1]
     assert time.process_time() - before_s < 5, "all other callers of this API wait meanwhile"
     words = page["confidence_scores"]["word_confidence_scores"]
-    assert len(words) == 8000
+    assert len(words) == 20_000
     assert {page["markdown"][word["start_index"] :][:6] for word in words} == {"[a](a)"}
 
 

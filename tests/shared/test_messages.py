@@ -252,6 +252,7 @@ def test_wrong_attribute_is_named(change: dict[str, str | None], field: str) -> 
     [
         *(b"", b"{}", b"[]", b'{"items": []}', b'{"items": [{"index": 0}]}', b"\xff"),
         b'{"items": [{"index": 0, "input": {"type": "sound"}}]}',
+        b'{"items": [{"index": 0, "input": {"type": "text", "text": "\xff"}}]}',
         b'{"items": [{"index": 0, "input": {"type": "tokens", "tokens": ["a"]}}]}',
         b'{"items": [%s, %s]}' % ((b'{"index": 0, "input": {"type": "text", "text": "a"}}',) * 2),
         b'{"items": %s}' % (b"[" * 5000 + b"]" * 5000),
@@ -264,6 +265,20 @@ def test_body_that_is_no_job(data: bytes) -> None:
     with pytest.raises(UndecodableMessage) as caught:
         decode_job(data, attributes)
     assert caught.value.field == "data"
+
+
+def test_replies_with_invalid_letters() -> None:
+    data, attributes = encode_reply(Reply("req_1", 0, "17", ReplyBody([failed("xx")])))
+    broken = data.replace(b"xx", b"\xff\xfe")
+    assert broken != data
+    with pytest.raises(UndecodableMessage):
+        decode_reply(broken, attributes)
+    with pytest.raises(UndecodableMessage):
+        decode_reply_body(broken)
+
+
+def failed(message: str) -> ItemOutcome:
+    return failure(0, BadInput(message, field="input"), Receipt())
 
 
 @pytest.mark.parametrize(

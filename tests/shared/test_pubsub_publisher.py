@@ -166,6 +166,23 @@ async def test_message_whose_caller_left_is_not_sent(opened: Opened) -> None:
     assert [bodies(request) for request in script.requests["Publish"]] == [[b"first"], [b"stays"]]
 
 
+async def test_closing_starts_no_more_requests() -> None:
+    """More messages wait than may be in flight."""
+    async with scripted_pubsub() as script:
+        async with PubSubTransport("p", script.endpoint) as transport:
+            script.gate.clear()
+            waiting = []
+            for number in range(client.REQUESTS_IN_FLIGHT):
+                waiting.append(publishing(transport, b"%d" % number))
+                await script.seen("Publish", number + 1)
+            waiting += [publishing(transport, b"more"), publishing(transport, b"and more")]
+            await asyncio.sleep(0)
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        script.gate.set()
+    assert {str(answer) for answer in answers} == {"the connection to the broker is closed"}
+    assert len(script.requests["Publish"]) == client.REQUESTS_IN_FLIGHT
+
+
 async def test_closing_tells_who_waits() -> None:
     async with scripted_pubsub() as script:
         async with PubSubTransport("p", script.endpoint) as transport:

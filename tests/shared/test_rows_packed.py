@@ -112,6 +112,17 @@ def test_rows_are_counted_while_segments_are_searched(tmp_path: Path) -> None:
     assert (watched.fewest_rows, spool.unowned_rows) == (11, 11)
 
 
+def test_a_line_with_invalid_letters_costs_no_other_row(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    spool_with(folder, 3)
+    (segment,) = folder.glob("*.segment")
+    segment.write_bytes(segment.read_bytes().replace(b'"0:1","text":"x', b'"0:1","text":"\xff'))
+    assert adopted_ids(Spool(folder, max_bytes=10**9)) == ["0:0", "0:2"]
+    assert [path.name for path in folder.iterdir()] == ["rejected.jsonl"]
+    (rejected,) = (folder / "rejected.jsonl").read_text().splitlines()
+    assert "0:1" in rejected
+
+
 def test_damaged_packed_segment_is_kept_aside(tmp_path: Path) -> None:
     folder = tmp_path / "spool"
     spool_with(folder, 500, 2).pack(2)

@@ -108,6 +108,7 @@ async def test_both_answer_in_turn_within_the_budget(
     process: PooledProcess, hosted: list[HostedModel], request: pytest.FixtureRequest
 ) -> None:
     is_shared = "together" in request.node.name
+    assert process.residency.loads == 2, "checks of the budget do not take them from the worker"
     first_pid, vector = "", b""
     for _ in range(2):
         said = str(await say(process, "hello"))

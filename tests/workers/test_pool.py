@@ -217,7 +217,7 @@ ANSWERS_ODDLY = """
 import socket, sys
 from workers.runtime import server as model_process
 from workers.models.reports import BatchResult, Ready, StepDone
-from workers.runtime.protocol import encode_server_message, read_client_message
+from workers.runtime.protocol import Refused, encode_server_message, read_client_message
 
 def serve(given, loaded):
     connection = socket.socket(fileno=given.fd)
@@ -228,7 +228,9 @@ def serve(given, loaded):
                        memory_bytes=1)
     connection.sendall({"few": encode_server_message(done),
                         "turn": encode_server_message(StepDone(number + 1, 1, 2)),
-                        "noise": bytes([4, 0, 0, 0]) + b"nono"}[kind])
+                        "noise": bytes([4, 0, 0, 0]) + b"nono",
+                        "letters": encode_server_message(Refused("?", "xx")).replace(
+                            b"xx", b"\\xff\\xfe")}[kind])
     connection.recv(1)
 
 kind = sys.argv.pop(1)
@@ -244,6 +246,7 @@ sys.exit(model_process.main())
         ("few", "0 results for 3 items"),
         ("turn", "it sent an unexpected"),
         ("noise", "invalid message"),
+        ("letters", "invalid message"),
     ],
 )
 async def test_an_answer_that_does_not_fit_ends_the_process(

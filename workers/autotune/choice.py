@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from shared.errors import MALFORMED
 from shared.models.catalog import Model
 from shared.models.entry import Batch
 from shared.models.tasks.embedding import batch_of_tokens
@@ -93,7 +94,7 @@ def read_choice(path: Path) -> Choice | None:
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=Choice)
         age_s = time.time() - path.stat().st_mtime
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, *MALFORMED):
         return None
     is_whole = not choice.backend.graph or Path(choice.backend.graph).is_file()
     is_old = choice.is_provisional and age_s > PROVISIONAL_S

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from prometheus_client import Gauge
 
-from shared.errors import ConfigurationError
+from shared.errors import MALFORMED, ConfigurationError
 from shared.models.catalog import Model
 from shared.settings import WorkerSettings
 from workers.autotune.candidates import choose_layout
@@ -142,7 +142,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
         await process.wait()
     try:
         answer = msgspec.json.decode(output.splitlines()[-1], type=Choice | Refusal)
-    except (IndexError, msgspec.MsgspecError):
+    except (IndexError, *MALFORMED):
         return _fallback(
             entry,
             tuning,

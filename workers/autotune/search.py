@@ -162,9 +162,10 @@ def _find_fastest(
     clock: Callable[[], float],
     readings: int,
 ) -> _Option | None:
-    """Returns the fastest option, or the first one within MARGIN of the fastest.
+    """Times the options, and returns the fastest one. None if none could be timed.
 
-    Fills in the findings. None if no option could be timed.
+    An option replaces an earlier one only if it is more than MARGIN times as fast. Fills in the
+    findings.
     """
     timed: list[_Option] = []
     began_s = clock()

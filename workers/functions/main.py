@@ -25,7 +25,7 @@ import msgspec
 from functions_framework import aio
 from prometheus_client import Counter
 
-from shared.errors import BadInput, PenstockError, UndecodableMessage
+from shared.errors import MALFORMED, BadInput, PenstockError, UndecodableMessage
 from shared.logs import configure_logs
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import exempt_loopback_from_proxies
@@ -108,7 +108,7 @@ async def handle_scheduled(
 def _read_options(body: bytes) -> dict[str, Any]:
     try:
         options = msgspec.json.decode(body or b"{}")
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (*MALFORMED, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(options, dict):
         raise BadInput("the body is not a JSON object", field="body")

@@ -27,7 +27,7 @@ from aiohttp import ClientError, ClientResponse, ClientTimeout
 from prometheus_client import Counter
 
 from shared.broker.transport import ReceivedMessage
-from shared.errors import PenstockError, Unavailable, UndecodableMessage
+from shared.errors import MALFORMED, PenstockError, Unavailable, UndecodableMessage
 from shared.predictions import (
     Prediction,
     body_of,
@@ -301,7 +301,7 @@ class Webhooks:
 def _decode_or_reject(decode: Callable[[bytes], T], data: bytes) -> T:
     try:
         return decode(data)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise UndecodableMessage(
             f"the record does not contain a prediction: {error}", field="document"
         ) from error

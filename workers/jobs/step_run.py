@@ -144,8 +144,9 @@ class StepRun:
             for slot, queued in self._inside.items()
             if slot not in self._dropped and queued.is_unwanted
         ]
-        self._dropped.update(unwanted)
-        self._process.drop(unwanted)
+        if unwanted:
+            self._dropped.update(unwanted)
+            self._process.drop(unwanted)
 
     def _add(self, first: int, items: Sequence[QueuedItem]) -> None:
         self._inside.update(enumerate(items, first))

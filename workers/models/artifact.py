@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from shared.errors import ConfigurationError
+from shared.errors import MALFORMED, ConfigurationError
 from workers.models.base import PreparedText
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def read_artifact(folder: Path) -> Artifact:
     path = folder / MANIFEST
     try:
         manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     if manifest.format_version != FORMAT_VERSION:
         raise ConfigurationError(

@@ -21,7 +21,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import GCSStore, ObjectStore
 
-from shared.errors import ConfigurationError, PenstockError, Unavailable
+from shared.errors import MALFORMED, ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
 from workers.models.base import OpenGguf
 from workers.models.generation.gguf import open_for_torch
@@ -66,7 +66,7 @@ def find_copy(weights_dir: Path, repository: str, revision: str) -> Path | None:
     except FileNotFoundError:
         log.info("weights were not prefetched", extra={"source": f"hf:{repository}"})
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *MALFORMED) as error:
         log.warning("the list of prefetched weights can't be read", extra={"error": str(error)})
         return None
     wrong = [name for name, size in copy.files.items() if _size(folder / name) != size]

@@ -13,7 +13,7 @@ from typing import Self, cast
 
 import msgspec
 
-from shared.errors import ConfigurationError, ModelFailed
+from shared.errors import MALFORMED, ConfigurationError, ModelFailed
 from workers.models.base import Prepared
 from workers.models.client import (
     ModelProcessDied,
@@ -320,7 +320,7 @@ class ModelClient:
             return decode_server_message(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        except msgspec.MsgspecError as error:
+        except MALFORMED as error:
             self.kill(f"it sent an invalid message: {error}")
             return None
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -71,6 +72,9 @@ class PooledProcess:
         self._used_s: dict[int, float] = {}
         """When each model started its last batch, in monotonic seconds."""
         self._reports = [_NOTHING] * len(self._hosts)
+        """Each process's last report whose loads and evictions have been collected."""
+        self._changes: ResidencyReport | None = None
+        """Loads and evictions since `residency` was last read. None if nothing has changed."""
         self._residency = _NOTHING
 
     async def ready(self) -> None:
@@ -211,15 +215,20 @@ class PooledProcess:
 
     async def _make_room(self, host: _Host, model: int) -> None:
         """Evicts models from other processes until a non-resident model fits within the budget."""
-        if not self._budget_bytes or model in self.residency.resident:
+        if not self._budget_bytes or model in self._resident:
             return
         while (held := self._list_held_by_others(host.models)) and self._is_above_budget(model):
             await self._evict(min(held, key=lambda other: self._used_s.get(other, 0.0)))
 
+    @property
+    def _resident(self) -> list[int]:
+        """The loaded models, without marking their loads as reported, unlike `residency`."""
+        return [host.models[number] for host in self._hosts for number in host.residency().resident]
+
     def _is_above_budget(self, model: int) -> bool:
-        sizes = self.residency.size_bytes
-        numbers = {*self.residency.resident, model}
-        return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
+        parts = [_renumber(host.residency(), host.models) for host in self._hosts]
+        sizes = ChainMap(*(part.size_bytes for part in parts))
+        return sum(sizes.get(number, 0) for number in {*self._resident, model}) > self._budget_bytes
 
     async def _evict_if_too_large(self, host: _Host) -> None:
         """Evicts the models of a newly started process if the last one doesn't fit."""
@@ -233,11 +242,12 @@ class PooledProcess:
                 await self._evict(model)
 
     def _list_held_by_others(self, models: Sequence[int]) -> list[int]:
-        return [number for number in self.residency.resident if number not in models]
+        return [number for number in self._resident if number not in models]
 
     async def _evict(self, model: int) -> None:
         host, number = self._find(model)
         if host.process.client is not None:
+            self._collect_changes()  # evicting replaces the process's report
             await host.process.client.evict([number])
 
     async def _evict_others(self, models: Sequence[int]) -> bool:
@@ -282,33 +292,36 @@ class PooledProcess:
     def residency(self) -> ResidencyReport:
         """The models loaded in the processes, as last reported.
 
-        Replaced with a new object after each change.
+        Replaced with a new object after each change. Contains the loads and evictions since it was
+        last read, so it has one reader, which counts them.
         """
-        reports = [host.residency() for host in self._hosts]
-        if any(new is not old for new, old in zip(reports, self._reports, strict=True)):
-            changed = [new is not old for new, old in zip(reports, self._reports, strict=True)]
-            self._reports = reports
-            self._residency = self._merge(reports, changed)
+        self._collect_changes()
+        if self._changes is not None:
+            parts = [_renumber(host.residency(), host.models) for host in self._hosts]
+            self._residency, self._changes = (
+                ResidencyReport(
+                    [model for part in parts for model in part.resident],
+                    {model: load_s for part in parts for model, load_s in part.load_s.items()},
+                    {model: size for part in parts for model, size in part.size_bytes.items()},
+                    self._changes.loads,
+                    self._changes.evictions,
+                    self._changes.switch_s,
+                ),
+                None,
+            )
         return self._residency
 
-    def _merge(
-        self, reports: Sequence[ResidencyReport], changed: Sequence[bool]
-    ) -> ResidencyReport:
-        """Merges all processes' reports into one.
-
-        Loads and evictions are included only for processes that changed.
-        """
-        whole = ResidencyReport([])
-        for host, report, is_new in zip(self._hosts, reports, changed, strict=True):
-            part = _renumber(report, host.models)
-            whole.resident = [*whole.resident, *part.resident]
-            whole.load_s |= part.load_s
-            whole.size_bytes |= part.size_bytes
-            if is_new:
-                whole.loads += part.loads
-                whole.evictions += part.evictions
-                whole.switch_s += part.switch_s
-        return whole
+    def _collect_changes(self) -> None:
+        """Adds up the loads and evictions in reports that are new."""
+        for index, host in enumerate(self._hosts):
+            report = host.residency()
+            if report is not self._reports[index]:
+                self._reports[index] = report
+                changes = self._changes or ResidencyReport([])
+                changes.loads += report.loads
+                changes.evictions += report.evictions
+                changes.switch_s += report.switch_s
+                self._changes = changes
 
     @property
     def device_name(self) -> str:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shared.errors import ModelFailed, PenstockError
+from shared.errors import MALFORMED, ModelFailed, PenstockError
 from workers.runtime.child_process import ForkedProcess, spawn
 from workers.runtime.output import ChildOutput
 
@@ -298,7 +298,7 @@ class _TemplateProcess:
             answer, descriptors = receive_message(self._control)
         except BlockingIOError:
             return
-        except (ConnectionError, msgspec.MsgspecError):
+        except (ConnectionError, *MALFORMED):
             answer, descriptors = None, []
         match answer:
             case TemplateReady():

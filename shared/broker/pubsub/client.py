@@ -127,14 +127,10 @@ class PublishQueue:
             self._bytes -= size_bytes
 
     async def close(self) -> None:
-        """Cancels requests in flight. Their callers get an error."""
+        """Cancels requests in flight. All callers get an error."""
         self._is_closed = True
-        tasks = [task for queue in self._queues.values() for task in queue.tasks]
-        for task in tasks:
-            task.cancel()
+        tasks = [task for queue in self._queues.values() for task in queue.cancel()]
         await asyncio.gather(*tasks, return_exceptions=True)
-        for queue in list(self._queues.values()):
-            queue.fail(Unavailable("the connection to the broker is closed"))
         self._queues.clear()
 
     def _check_room(self, size_bytes: int) -> None:
@@ -186,33 +182,40 @@ class _TopicQueue:
         self._round_trip = round_trip
         self._waiting: deque[_Pending] = deque()
         self._is_flush_due = False
-        self.tasks: set[asyncio.Task[None]] = set()
+        self._batches: dict[asyncio.Task[None], list[_Pending]] = {}
+        """The requests in flight, each with its messages."""
 
     def put(self, pending: _Pending) -> None:
         self._waiting.append(pending)
-        if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
+        if not self._is_flush_due and len(self._batches) < self._requests_in_flight:
             # Sent in the next event loop iteration, so that messages from this iteration share a
             # request.
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def fail(self, error: Unavailable) -> None:
-        while self._waiting:
-            _resolve(self._waiting.popleft(), error)
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """Fails all messages, and cancels the requests in flight. Returns their tasks."""
+        for batch in (self._waiting, *self._batches.values()):
+            for pending in batch:
+                _resolve(pending, Unavailable("the connection to the broker is closed"))
+        self._waiting.clear()
+        for task in self._batches:
+            task.cancel()
+        return list(self._batches)
 
     def _flush(self) -> None:
         self._is_flush_due = False
-        while self._waiting and len(self.tasks) < self._requests_in_flight:
+        while self._waiting and len(self._batches) < self._requests_in_flight:
             batch = self._next_batch()
             if batch:
                 task = asyncio.create_task(self._send(batch))
-                self.tasks.add(task)
+                self._batches[task] = batch
                 task.add_done_callback(self._finish_task)
-        if not self.tasks:
+        if not self._batches:
             self._on_empty(self)
 
     def _finish_task(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
+        self._batches.pop(task, None)
         self._flush()
 
     def _next_batch(self) -> list[_Pending]:
@@ -246,10 +249,6 @@ class _TopicQueue:
                 return
             for pending in batch:
                 _resolve(pending, translate(error, f"publish to {self._topic_path}"))
-        except asyncio.CancelledError:
-            for pending in batch:
-                _resolve(pending, Unavailable("the connection to the broker is closed"))
-            raise
         else:
             for pending, message_id in zip(batch, response.message_ids, strict=True):
                 _resolve(pending, message_id)

@@ -39,7 +39,14 @@ from shared.broker.rabbitmq.topology import (
 )
 from shared.broker.rabbitmq.waits import ANSWER_LIMIT_S, ChannelWaits, close_channel, longer
 from shared.broker.transport import SmoothedDuration
-from shared.errors import BadInput, InputTooLarge, Overloaded, PenstockError, Unavailable
+from shared.errors import (
+    BadInput,
+    ConfigurationError,
+    InputTooLarge,
+    Overloaded,
+    PenstockError,
+    Unavailable,
+)
 from shared.process.concurrency import backoff
 
 MESSAGE_LIMIT_BYTES = 10_000_000
@@ -146,6 +153,14 @@ class ConfirmedPublisher:
     async def _until_confirmed(
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
+        """Sends a message until a queue confirms it.
+
+        Raises:
+            BadInput: the topic does not exist.
+            ConfigurationError: we may not publish.
+            Overloaded: a queue was full on the last try within `timeout_s`.
+            Unavailable: the broker did not confirm the message within `timeout_s`.
+        """
         action = f"publish to {topic_id}"
         # Callers with little time left must not all wait on a channel that isn't confirming
         # messages.
@@ -167,8 +182,12 @@ class ConfirmedPublisher:
                         failure = Overloaded(f"{action}: the queue is full")
                     except TimeoutError:
                         limit_s = longer(limit_s)
-                    except (*BROKEN, Unavailable):
-                        pass
+                    except Unavailable as error:
+                        failure = error
+                    except BROKEN as error:
+                        failure = translate(error, action)
+                        if isinstance(failure, ConfigurationError):
+                            raise failure from error
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             raise failure from None

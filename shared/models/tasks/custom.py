@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
-from shared.errors import BadInput, ModelFailed
+from shared.errors import MALFORMED, BadInput, ModelFailed
 from shared.models.blob import FILE_FORMAT, INLINE_LIMIT_BYTES, RESULTS, Blob
 from shared.models.entry import CatalogEntry, ServedApi
 from shared.models.flow_types import StepSchema
@@ -39,7 +39,8 @@ MAX_MESSAGE_JSON_BYTES = 1024 * 1024
 object store.
 """
 JSON_TYPE = "application/json"
-MAX_INTEGER_BITS = 64
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+"""The range of 64-bit integers, signed or unsigned."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -204,8 +205,8 @@ def find_unsendable(value: Any) -> str:
             return "NaN or an infinite number, which JSON can't represent"
         elif isinstance(current, str) and not _is_unicode(current):
             return "a lone surrogate, which JSON can't represent"
-        elif isinstance(current, int) and current.bit_length() > MAX_INTEGER_BITS - (current < 0):
-            return f"an integer with more than {MAX_INTEGER_BITS} bits"
+        elif isinstance(current, int) and not MIN_INTEGER <= current <= MAX_INTEGER:
+            return "an integer with more than 64 bits"
     return ""
 
 
@@ -255,7 +256,7 @@ class CustomResult(TaskResult, tag="custom"):
         try:
             output = msgspec.json.decode(data)
             _with_files(output, [place.at for place in self.packed_places], self.packed_places)
-        except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
+        except (*MALFORMED, LookupError, TypeError, OverflowError) as error:
             raise ModelFailed("output: must be the JSON that the class declared") from error
         return msgspec.structs.replace(
             self,

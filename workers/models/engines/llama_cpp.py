@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shared.errors import ConfigurationError, ModelFailed, PenstockError
+from shared.errors import MALFORMED, ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.engines.dialect import (
@@ -355,7 +355,7 @@ def decode_answer(body: bytes | bytearray) -> Answer:
         answer = _decoder.decode(body)
     except msgspec.ValidationError as error:  # its JSON uses null for NaN
         raise ModelFailed(NO_NUMBERS) from error
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ModelFailed("the engine returned a response that is not valid JSON") from error
     if answer.error is not None:
         raise _error_of(answer.error.message)

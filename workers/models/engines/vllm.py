@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
+from shared.errors import MALFORMED, BadInput, ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
 from workers.models.engines.dialect import (
@@ -306,7 +306,7 @@ def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
     """
     try:
         answer = _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except MALFORMED as error:
         raise ModelFailed("the engine returned a response that is not valid JSON") from error
     if answer.error is not None:
         if answer.error.message.startswith(_DEAD):

@@ -12,6 +12,7 @@ nothing, and a tenant's files don't displace another tenant's if that tenant has
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -92,7 +93,9 @@ class FetchedAdapters:
             self._make_room(partial.stat().st_size)
             partial.rename(file)
         except OSError as error:
-            raise Unavailable(f"{file}: {error}", public="the worker's disk is full") from error
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            reason = "is full" if is_full else "can't be written to"
+            raise Unavailable(f"{file}: {error}", public=f"the worker's disk {reason}") from error
         finally:
             partial.unlink(missing_ok=True)
         return file

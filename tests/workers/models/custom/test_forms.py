@@ -289,6 +289,7 @@ def test_metric_that_is_not_finite_is_refused_by_name(value: object) -> None:
         ("def predict(self, a: int) -> str: return 'x' * 2**24", "at most 16777216 bytes"),
         ("def predict(self, a: int) -> str: raise KeyError('secret')", "KeyError: 'secret'"),
         ("def predict(self, a: int) -> str: raise Silent", "Silent"),
+        ("def predict(self, a: int) -> str: raise Odd('day')", "Odd: day"),
         ("def predict(self, a: int) -> str: sys.exit(3)", "the model called sys.exit(3)"),
         ("def predict(self, a: int) -> str: os._exit(3)", "exited with status 3 while"),
     ],
@@ -297,7 +298,11 @@ def test_an_error_ends_its_prediction_and_not_the_model(
     tmp_path: Path, start_class: StartClass, method: str, reason: str
 ) -> None:
     head, _, tail = method.rpartition(": ")
-    silent = "class Silent(Exception):\n    def __str__(self): raise ValueError\n"
+    silent = (
+        "class Silent(Exception):\n    def __str__(self): raise ValueError\n"
+        "class Odd(Exception):\n    field = property(lambda self: self.none.there)\n"
+        "    none = property(lambda self: 1 / 0)\n"
+    )
     folder = write_class(
         tmp_path, f"{silent}class Predictor(BasePredictor):\n    {head}:\n        {tail}\n"
     )
@@ -306,6 +311,17 @@ def test_an_error_ends_its_prediction_and_not_the_model(
         found = compute(model, {"a": 1}).results[0]
         assert isinstance(found, ModelFailed)
         assert reason in found.message
+
+
+def test_integers_of_64_bits_are_sent(tmp_path: Path, start_class: StartClass) -> None:
+    body = """
+    class Predictor(BasePredictor):
+        def predict(self, a: int) -> dict:
+            return {"smallest": -(2**63), "largest": 2**64 - 1, -(2**63): a}
+    """
+    model = start_class(write_class(tmp_path, body))
+    expected = {"smallest": -(2**63), "largest": 2**64 - 1, str(-(2**63)): 1}
+    assert output_of(compute(model, {"a": 1})) == expected
 
 
 def test_the_traceback_is_in_the_logs_without_our_frames(

@@ -123,7 +123,11 @@ def _is_length(value: object) -> bool:
 
 
 def read_frame(connection: socket.socket, reader: FrameReader) -> Frame | None:
-    """Waits for the next frame. Returns None once the connection is closed."""
+    """Waits for the next frame. Returns None once the connection is closed, even within a frame.
+
+    Raises:
+        ValueError: the frame is invalid.
+    """
     while (frame := reader.next()) is None:
         piece = connection.recv(1 << 20)
         if not piece:

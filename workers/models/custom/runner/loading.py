@@ -201,6 +201,11 @@ def set_up(loaded: Loaded) -> Any:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
+    """Returns the settings in cog.yaml. Empty if there is no such file.
+
+    Raises:
+        NotLoadable: the file is not a YAML mapping.
+    """
     file = folder / "cog.yaml"
     if not file.is_file():
         return {}
@@ -208,7 +213,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or invalid UTF-8
         raise NotLoadable(f"cog.yaml: {error}") from error
     if not isinstance(settings, dict):
         raise NotLoadable("cog.yaml: must be a mapping")

@@ -347,7 +347,9 @@ class _Prediction:
         A class does so with an attribute `field` that names an input, or through the name of the
         exception's class, so it doesn't need to import anything from Penstock.
         """
-        field = getattr(error, "field", None)
+        field = None
+        with contextlib.suppress(Exception):  # it may be a property, which may raise any error
+            field = getattr(error, "field", None)
         if isinstance(field, str) and field in self._fields:
             return WrongInput(f"{field}: {text_of(error)}")
         if any(kind.__name__ == INVALID_INPUT for kind in type(error).__mro__):

@@ -32,7 +32,7 @@ MAX_STREAMED_BYTES = 1024 * 1024
 MAX_DEPTH = 120
 """Maximum nesting depth. Cog's server rejects JSON nested 128 levels deep."""
 MAX_SHOWN_LEVELS = 10
-MAX_INTEGER_BITS = 64
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 """Larger integers lose digits in most JSON readers, and our messages can't represent them."""
 ANY_BYTES = "application/octet-stream"
 Place = tuple[str | int, ...]
@@ -196,16 +196,15 @@ def _check_text(text: str, at: Place) -> str:
 
 
 def _check_number(value: Any, at: Place) -> Any:
-    """Returns a number that JSON can represent."""
+    """Returns a number, True, False, or None if JSON and msgpack can represent it."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise WrongOutput(
                 f"{_name_place(at)}: NaN and infinite numbers can't be represented in JSON"
             )
         return float(value)
-    is_large = type(value) is not bool and isinstance(value, int)
-    if is_large and value.bit_length() > MAX_INTEGER_BITS - (value < 0):
-        raise WrongOutput(f"{_name_place(at)}: integers must be at most {MAX_INTEGER_BITS} bits")
+    if isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
+        raise WrongOutput(f"{_name_place(at)}: integers must be at most 64 bits")
     return value
 
 
