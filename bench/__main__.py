@@ -21,6 +21,7 @@ MODULES = {
     "request_cost": "request_cost",
     "item_cost": "item_cost",
     "overlap": "overlap",
+    "cold_start": "cold_start",
     "far_broker": "far_broker",
     "images": "images",
     "custom_batches": "custom_batches",

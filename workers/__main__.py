@@ -58,8 +58,10 @@ from workers.jobs.consumer import JobConsumer
 from workers.jobs.step_completion import StepCompletion
 from workers.metrics import ProcessTimes, UtilizationReports
 from workers.models.processors import gpu_type_of
-from workers.models.source import resolve
-from workers.runtime.pool import HostedModel, ModelPool
+from workers.models.source import read_ahead, resolve
+from workers.runtime.pool import HostedModel, ModelPool, early_template
+from workers.runtime.resident_models import free_host_bytes
+from workers.runtime.template import EarlyTemplate
 from workers.start_report import StartReport, process_started_at_s, read_pod_times
 from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
@@ -130,12 +132,15 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
         # Opened first, so that a start that fails is reported too.
         starts = await stack.enter_async_context(_writer(settings, models, "starts", STARTS))
         start = stack.enter_context(_start_report(settings, models, name, starts, times))
-        prepared = [
-            await _prepare(settings, model, start, is_alone=len(models) == 1) for model in models
-        ]
+        # Final unless a backend is measured.
+        layout = _choose_layout(settings, models, _choose_first_layout(settings, models))
+        if (early := early_template(models, layout.threads)) is not None:
+            await stack.enter_async_context(early)
+        prepared = [await _prepare(settings, model, start) for model in models]
         hosted = [model for model, _ in prepared]
-        layout = _choose_layout(settings, models, prepared[0][1])
-        worker = await _open(stack, settings, hosted, layout, times, start, catalog)
+        if (of_first := prepared[0][1]) is not None:
+            layout = _choose_layout(settings, models, of_first)
+        worker = await _open(stack, settings, hosted, layout, times, start, catalog, early)
         running.append(worker)
         settle_heap()
         facts = {"models": [model.name for model in models], "worker": name}
@@ -170,13 +175,21 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     return layout
 
 
-async def _prepare(
-    settings: WorkerSettings, model: Model, start: StartReport, *, is_alone: bool
-) -> tuple[HostedModel, Layout]:
-    """Returns the model with its backend, process count, and thread count (0: default).
+def _choose_first_layout(settings: WorkerSettings, models: Sequence[Model]) -> Layout:
+    """Returns the process count and thread count (0: default) for the first model by itself."""
+    machine = detect_machine()
+    is_wide = (
+        len(models) == 1
+        and models[0].definition.shares_weights
+        and not machine.computes_on_gpu(settings.device)
+    )
+    return choose_unmeasured_layout(settings.processes, settings.threads, machine, is_wide=is_wide)
 
-    `is_alone`: True if this is the worker's only model.
-    """
+
+async def _prepare(
+    settings: WorkerSettings, model: Model, start: StartReport
+) -> tuple[HostedModel, Layout | None]:
+    """Returns the model with its backend, and the layout that was measured with it, if any."""
     with start.measure("weights"):
         folder = await asyncio.to_thread(
             resolve,
@@ -187,14 +200,10 @@ async def _prepare(
             open_gguf=WORKER_TASKS[model.task].open_gguf(model),
         )
         await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
+        if settings.weights_dir is not None and folder.is_relative_to(settings.weights_dir):
+            await asyncio.to_thread(read_ahead, folder, free_host_bytes())
     if not WORKER_TASKS[model.task].measures_backends(model):
-        machine = detect_machine()
-        shares = model.definition.shares_weights
-        is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)
-        layout = choose_unmeasured_layout(
-            settings.processes, settings.threads, machine, is_wide=is_wide
-        )
-        return HostedModel(model, folder), layout
+        return HostedModel(model, folder), None
     with start.measure("backend"):
         choice = await choose_backend(model, folder, settings)
     served = model.model_copy(update={"batch": choice.batch(model)})
@@ -230,6 +239,7 @@ async def _open(
     times: ProcessTimes,
     start: StartReport,
     catalog: Catalog,
+    early: EarlyTemplate | None,
 ) -> Worker:
     """Opens every part.
 
@@ -241,7 +251,7 @@ async def _open(
     hours = await stack.enter_async_context(_writer(settings, models, "hours", HOURS))
     reports = await stack.enter_async_context(UtilizationReports(times, hours, models, start.info))
     with start.measure("load"):
-        pool = await stack.enter_async_context(_pool(settings, hosted, layout))
+        pool = await stack.enter_async_context(_pool(settings, hosted, layout, early))
     start.note_compiled(pool.warmup_s)
     cache, redis, transport, objects, withdrawals = await _open_stores(stack, settings)
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
@@ -289,7 +299,12 @@ async def _open(
     )
 
 
-def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layout) -> ModelPool:
+def _pool(
+    settings: WorkerSettings,
+    hosted: Sequence[HostedModel],
+    layout: Layout,
+    early: EarlyTemplate | None,
+) -> ModelPool:
     return ModelPool(
         hosted,
         device=settings.device,
@@ -298,6 +313,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
         memory_fraction=settings.memory_fraction,
         memory_budget_bytes=settings.memory_budget_bytes,
         start_timeout_s=settings.startup_s or sum(model.entry.startup_s for model in hosted),
+        early=early,
     )
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import msgspec
 import obstore
@@ -26,7 +30,16 @@ from shared.stores.objects import GoogleCredentials
 from workers.models.base import OpenGguf
 from workers.models.generation.gguf import open_for_torch
 
+if TYPE_CHECKING:
+    from obstore._get import GetOptions
+    from obstore._list import ObjectMeta
+
 _GGUF = ".gguf"
+PART_BYTES = 32 * 1024 * 1024
+CONNECTIONS = 8
+"""How many parts of a bucket's objects are downloaded at a time."""
+READ_BYTES = 8 * 1024 * 1024
+_LOADED = re.compile(r"(model|diffusion_pytorch_model)(-\d+-of-\d+)?\.safetensors")
 DOWNLOAD_LIMIT = timedelta(hours=1)
 """Time limit for one file, from the request to the last byte.
 
@@ -81,6 +94,35 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
+
+
+def read_ahead(folder: Path, room_bytes: int) -> int:
+    """Reads the weights in a copy once, so that a loader finds them in memory.
+
+    A loader maps files into memory and reads them in small pieces, each of which a mounted bucket
+    would have to fetch. Reads nothing if the weights need more than `room_bytes`.
+
+    Returns:
+        The number of bytes read.
+    """
+    paths = [path for path in folder.rglob("*") if _is_loaded(path)]
+    if sum(path.stat().st_size for path in paths) > room_bytes:
+        return 0
+    with ThreadPoolExecutor(CONNECTIONS, "weights") as pool:
+        return sum(pool.map(_read, paths))
+
+
+def _is_loaded(path: Path) -> bool:
+    """Returns whether diffusers and transformers load this file, by its name."""
+    return bool(_LOADED.fullmatch(path.name)) and path.parent.name != "safety_checker"
+
+
+def _read(path: Path) -> int:
+    buffer, read_bytes = bytearray(READ_BYTES), 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            read_bytes += count
+    return read_bytes
 
 
 OpenBucket = Callable[[str], ObjectStore]
@@ -302,10 +344,10 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
         return file
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=f".{place.name}-", dir=folder)
+    os.close(descriptor)
     try:
-        with open(descriptor, "wb") as target:
-            for chunk in obstore.get(open_bucket(bucket), path):
-                target.write(chunk)
+        store = open_bucket(bucket)
+        _download_objects(store, [(obstore.head(store, path), Path(partial))])
         Path(partial).rename(file)
     except FileNotFoundError as error:
         raise _no_such(source, "the object does not exist") from error
@@ -318,13 +360,38 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
     """Copies all objects under `prefix` into `folder`. Returns the number of objects."""
-    count = 0
-    for page in obstore.list(store, prefix or None):
-        for entry in page:
-            path = folder / PurePosixPath(entry["path"]).relative_to(prefix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                for chunk in obstore.get(store, entry["path"]):
-                    file.write(chunk)
-            count += 1
-    return count
+    objects = [
+        (entry, folder / PurePosixPath(entry["path"]).relative_to(prefix))
+        for page in obstore.list(store, prefix or None)
+        for entry in page
+    ]
+    _download_objects(store, objects)
+    return len(objects)
+
+
+def _download_objects(store: ObjectStore, objects: Sequence[tuple[ObjectMeta, Path]]) -> None:
+    """Copies objects in parts, several at a time, because a single connection is slow."""
+    parts = []
+    for entry, path in objects:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(entry["size"])
+        starts = range(0, entry["size"], PART_BYTES)
+        parts += [(entry, path, at, min(at + PART_BYTES, entry["size"])) for at in starts]
+    with ThreadPoolExecutor(CONNECTIONS, "weights") as pool:
+        try:
+            for copying in [pool.submit(_download_part, store, *part) for part in parts]:
+                copying.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _download_part(store: ObjectStore, entry: ObjectMeta, path: Path, start: int, end: int) -> None:
+    options: GetOptions = {"range": (start, end)}
+    if entry["e_tag"]:
+        options["if_match"] = entry["e_tag"]  # parts of a replaced object don't fit together
+    with path.open("r+b") as file:
+        file.seek(start)
+        for chunk in obstore.get(store, entry["path"], options=options):
+            file.write(chunk)

@@ -73,8 +73,12 @@ async def spawn(
     environment: Mapping[str, str],
     theirs: socket.socket,
     option: str = "--fd",
+    stdin: int = asyncio.subprocess.DEVNULL,
 ) -> asyncio.subprocess.Process:
     """Starts a program with an output pipe, passing it the descriptor of `theirs` as `option`.
+
+    Args:
+        stdin: its input, as in asyncio.subprocess.
 
     Raises:
         ModelFailed: the program doesn't exist.
@@ -85,7 +89,7 @@ async def spawn(
             f"{option}={theirs.fileno()}",
             pass_fds=[theirs.fileno()],
             env=environment,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

@@ -19,11 +19,12 @@ from workers.models.client import Launch, MakeRoom, StartClient
 from workers.runtime.child_process import child_environment, spawn
 from workers.runtime.client import ModelClient, Start
 from workers.runtime.pooled_process import PooledProcess
-from workers.runtime.template import Template, can_fork
+from workers.runtime.template import EarlyTemplate, Template, can_fork
 from workers.tasks import WORKER_TASKS
 from workers.tasks.base import Resources, WorkerTask
 
 CPU_PROCESSES_MAX = 4
+COMMAND = (sys.executable, "-m", "workers.runtime.server")
 
 
 class HostedModel(NamedTuple):
@@ -112,6 +113,7 @@ class ModelPool(ProcessPool):
         memory_budget_bytes: total limit for all models in a place. 0 means no limit.
         start_timeout_s: time limit for a process to become ready.
         command: starts a model process, or the template that model processes are forked from.
+        early: a template that was started with the same command and has imported libraries since.
     """
 
     def __init__(
@@ -124,7 +126,8 @@ class ModelPool(ProcessPool):
         memory_fraction: float = 1.0,
         memory_budget_bytes: int = 0,
         start_timeout_s: float = DEFAULT_STARTUP_S,
-        command: Sequence[str] = (sys.executable, "-m", "workers.runtime.server"),
+        command: Sequence[str] = COMMAND,
+        early: EarlyTemplate | None = None,
     ) -> None:
         targets = _devices(device, processes, threads)
         numbers = range(len(models))
@@ -137,7 +140,9 @@ class ModelPool(ProcessPool):
             options += ["--deny-inspection"] if foreign else []
             for number in own:
                 options += _describe(models[number])
-            ours = _ModelProcesses((*command, *options), threads, start_timeout_s, targets[0])
+            ours = _ModelProcesses(
+                (*command, *options), threads, start_timeout_s, targets[0], early
+            )
         places = []
         for target in targets:
             launches = [] if ours is None else [Launch(ours.start_on(target), own)]
@@ -167,6 +172,25 @@ def _describe(model: HostedModel) -> list[str]:
     ]
 
 
+def early_template(entries: Sequence[Model], threads: int) -> EarlyTemplate | None:
+    """Returns a template for models whose files are not known yet, or None if it saves nothing.
+
+    There is none if a model's backend is measured, because imports would disturb the measurement.
+    """
+    tasks = [WORKER_TASKS[entry.task] for entry in entries]
+    modules = {
+        task.slow_module: None
+        for task, entry in zip(tasks, entries, strict=True)
+        if task.slow_module and not task.has_own_process(entry)
+    }
+    is_measured = any(
+        task.measures_backends(entry) for task, entry in zip(tasks, entries, strict=True)
+    )
+    if not modules or is_measured or not can_fork():
+        return None
+    return EarlyTemplate(COMMAND, list(modules), child_environment(threads))
+
+
 class _ModelProcesses:
     """Starts model processes with one command.
 
@@ -175,7 +199,14 @@ class _ModelProcesses:
         device: the device that the template preloads for.
     """
 
-    def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        threads: int,
+        timeout_s: float,
+        device: str,
+        early: EarlyTemplate | None,
+    ) -> None:
         self._command = command
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
@@ -185,7 +216,7 @@ class _ModelProcesses:
         """
         if can_fork():
             ahead = (*command, f"--device={device}")
-            self.template = Template(ahead, self._environment, timeout_s)
+            self.template = Template(ahead, self._environment, timeout_s, early)
 
     def start_on(self, device: str) -> StartClient:
         """Returns a function that starts a model process on a device."""

@@ -57,12 +57,14 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Serves the models until the socket closes. Returns the exit status."""
-    arguments = _arguments()
     configure_logs("WARNING")
     # Only the I/O process handles signals sent to the whole process group (Ctrl-C, a supervisor's
     # TERM). It drains and then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with gpus_hidden():
+        argv = template.import_first(sys.argv[1:])
+    arguments = _arguments(argv)
     if arguments.deny_inspection:
         deny_inspection()
     loaded: dict[int, LoadedModel] = {}
@@ -77,7 +79,7 @@ def main() -> int:
     return serve(arguments, loaded)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="workers.runtime.server", description=__doc__)
     parser.add_argument("--fd", type=int, help="the inherited end of the socket pair")
     parser.add_argument(
@@ -114,7 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory-fraction", type=float, default=1.0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 @contextmanager

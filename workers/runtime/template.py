@@ -21,13 +21,14 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import select
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -83,7 +84,11 @@ class ProcessEnded(msgspec.Struct, tag="ended"):
 
 TemplateMessage = TemplateReady | ForkResult | ProcessEnded
 
+IMPORT_FIRST = "--import-first"
+
 _encoder = msgspec.msgpack.Encoder()
+_arguments_encoder = msgspec.json.Encoder()
+_arguments_decoder = msgspec.json.Decoder(list[str])
 _request_decoder = msgspec.msgpack.Decoder(ForkRequest)
 _message_decoder: msgspec.msgpack.Decoder[TemplateMessage] = msgspec.msgpack.Decoder(
     TemplateMessage
@@ -123,12 +128,61 @@ def can_fork() -> bool:
     return True
 
 
-class Template:
-    """Forks model processes from the program `command`, which is started on demand."""
+class EarlyTemplate:
+    """A template process that imports libraries while the models' files are being downloaded.
+
+    Then it reads the rest of its command line from its input. An async context manager, which ends
+    the process unless a Template has taken it over.
+
+    Args:
+        program: the start of the command.
+        modules: names of modules that take long to import.
+    """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], start_timeout_s: float
+        self, program: Sequence[str], modules: Sequence[str], environment: Mapping[str, str]
     ) -> None:
+        self._program = program
+        self._options = [f"{IMPORT_FIRST}={module}" for module in modules]
+        self._environment = environment
+        self._running: _TemplateProcess | None = None
+
+    async def __aenter__(self) -> Self:
+        command = (*self._program, *self._options)
+        self._running = await _TemplateProcess.start(
+            command, self._environment, asyncio.subprocess.PIPE
+        )
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._running is not None:
+            await self._running.close(at_once=True)
+
+    def take_over(self, command: Sequence[str]) -> _TemplateProcess | None:
+        """Returns the process, which runs `command` from now on. None if it isn't running."""
+        assert tuple(command[: len(self._program)]) == tuple(self._program), "this is a bug"
+        running, self._running = self._running, None
+        if running is None or running.is_over.is_set():
+            return None
+        running.write_input(_arguments_encoder.encode(command[len(self._program) :]))
+        return running
+
+
+class Template:
+    """Forks model processes from the program `command`, which is started on demand.
+
+    Args:
+        early: a process of the same program that has started already, if any.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        start_timeout_s: float,
+        early: EarlyTemplate | None = None,
+    ) -> None:
+        self._early = early
         self._command = command
         self._environment = environment
         self._start_timeout_s = start_timeout_s
@@ -175,14 +229,10 @@ class Template:
             return self._running
 
     async def _start(self) -> _TemplateProcess:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                process = await spawn(self._command, self._environment, theirs, "--template-fd")
-            except BaseException:
-                ours.close()
-                raise
-        running = _TemplateProcess(ours, process)
+        early, self._early = self._early, None
+        running = None if early is None else early.take_over(self._command)
+        if running is None:
+            running = await _TemplateProcess.start(self._command, self._environment)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 loaded = await running.loaded
@@ -198,7 +248,7 @@ class Template:
             reason = f"(status {running.status}){running.output.tail()}"
             raise ModelFailed(f"the model process exited before it was ready {reason}")
         facts = {
-            "pid": process.pid,
+            "pid": running.pid,
             "load_s": round(loaded.load_s, 3),
             "memory_bytes": loaded.memory_bytes,
         }
@@ -207,7 +257,7 @@ class Template:
             log.warning(
                 "the template has threads, so each model process has to start the program from "
                 "scratch",
-                extra={"pid": process.pid, "threads": loaded.other_threads},
+                extra={"pid": running.pid, "threads": loaded.other_threads},
             )
         return running
 
@@ -249,6 +299,28 @@ class _TemplateProcess:
         self.forks = 0
         control.setblocking(False)
         loop.add_reader(control, self._on_readable)
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> Self:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                process = await spawn(command, environment, theirs, "--template-fd", stdin)
+            except BaseException:
+                ours.close()
+                raise
+        return cls(ours, process)
+
+    def write_input(self, data: bytes) -> None:
+        """Writes the process's whole input. The process reads it once its imports are done."""
+        assert self._process.stdin is not None, "the process has no input; this is a bug"
+        self._process.stdin.write(data)
+        self._process.stdin.close()
 
     @property
     def pid(self) -> int:
@@ -367,6 +439,33 @@ class _Output(asyncio.StreamReaderProtocol):
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
         super().__init__(self.reader)
+
+
+def import_first(argv: Sequence[str]) -> list[str]:
+    """Returns a program's arguments, after the imports that an EarlyTemplate asks for.
+
+    Raises:
+        SystemExit: the template isn't needed.
+    """
+    option = f"{IMPORT_FIRST}="
+    modules = [text.removeprefix(option) for text in argv if text.startswith(option)]
+    if not modules:
+        return list(argv)
+    name_process(TEMPLATE_NAME)
+    die_with_parent()
+    for module in modules:
+        importlib.import_module(module)
+    with open(0, "rb", closefd=False) as stdin:
+        rest = stdin.read()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    if not rest:
+        sys.exit(0)
+    others = [text for text in argv if not text.startswith(option)]
+    arguments = [*others, *_arguments_decoder.decode(rest)]
+    # For start_anew.
+    sys.orig_argv = [*sys.orig_argv[: len(sys.orig_argv) - len(argv)], *arguments]
+    return arguments
 
 
 class ForkedChild(NamedTuple):

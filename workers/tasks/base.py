@@ -35,6 +35,11 @@ class WorkerTask(ABC):
     optimizer: ClassVar[str]
     """The module in workers/optimize whose `make_variants` function creates the variants.
     """
+    slow_module: ClassVar[str | None] = None
+    """The module that `model` imports with all its libraries, which takes seconds.
+
+    A worker imports it while it downloads weights. None means that it doesn't.
+    """
     variants: ClassVar[tuple[str, ...]]
     """Names of the variants that `penstock optimize` can create, in the order it tries them."""
     variant_prefix: ClassVar[str]

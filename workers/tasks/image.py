@@ -13,6 +13,7 @@ from workers.tasks.base import Resources, WorkerTask
 class ImageWorker(WorkerTask):
     """Preparing an image may include decoding its source image."""
 
+    slow_module = "workers.models.image.model"
     optimizer = "image"
     variants = ("tuned", "bf16", "int8", "compiled")
     variant_prefix = "torch"

@@ -14,6 +14,7 @@ from workers.tasks.base import Resources, WorkerTask
 class GenerationWorker(WorkerTask):
     """Rendering a chat template and tokenizing the result can take several milliseconds."""
 
+    slow_module = "workers.models.generation.model"
     optimizer = "text"
     variants = ()
     variant_prefix = "text"
