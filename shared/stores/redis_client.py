@@ -39,6 +39,8 @@ Nothing listens there, so Penstock behaves as if Redis were unreachable.
 """
 KEY_PREFIX = "penstock:"
 """Prefix of every key."""
+COPIED_BYTES = 16 * 1024
+"""Larger words are sent without copying them into a packed command."""
 ROUND_TRIP_ENTRIES = 512
 """A round trip accepts waiting calls until it has this many entries."""
 WAITING_ENTRIES = 16384
@@ -208,6 +210,11 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     return task.result()
 
 
+def _pack(words: Sequence[Argument]) -> bytes:
+    packed: bytes = hiredis.pack_command(tuple(words))  # type: ignore[arg-type]  # stub: one word
+    return packed
+
+
 class _PacksInC:
     """A connection that packs commands with hiredis, as synchronous redis-py does.
 
@@ -222,7 +229,15 @@ class _PacksInC:
         """
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
-        return [hiredis.pack_command(words)]  # type: ignore[arg-type]  # its stub knows one word
+        if not any(isinstance(word, bytes) and len(word) > COPIED_BYTES for word in words):
+            return [_pack(words)]
+        packed = [b"*%d\r\n" % len(words)]
+        for word in words:
+            if isinstance(word, bytes):
+                packed += [b"$%d\r\n" % len(word), word, b"\r\n"]
+            else:
+                packed.append(_pack([word]).removeprefix(b"*1\r\n"))
+        return packed
 
     def pack_commands(self, commands: Iterable[Sequence[Argument]]) -> list[bytes]:
         return [packed for words in commands for packed in self.pack_command(*words)]

@@ -215,18 +215,24 @@ def rows_of(
     if model is not None and price is not None:
         same |= {"model": model.public_name, "task": model.task, "price_version": price.version}
         same["work_unit"] = work_unit_of(model, price)
-    return [
-        Row(
-            row_id=f"{envelope.request_id}:{outcome.index}",
-            item=outcome.index,
-            status=outcome.status,
-            error_code=outcome.error.code if outcome.error else None,
-            queue_ms=_queue_ms(envelope, outcome, now_s),
-            **same,
-            **_work(outcome, model, price),
-        )
-        for outcome in outcomes
-    ]
+    rows, alike = list[Row](), dict[tuple[object, ...], Row]()
+    for outcome in outcomes:
+        error_code = outcome.error.code if outcome.error else None
+        # Many texts in a job have the same length, so their rows differ only in the item.
+        kind = (outcome.status, error_code, *msgspec.structs.astuple(outcome.receipt))
+        if kind not in alike:
+            alike[kind] = Row(
+                row_id="",
+                item=0,
+                status=outcome.status,
+                error_code=error_code,
+                queue_ms=_queue_ms(envelope, outcome, now_s),
+                **same,
+                **_work(outcome, model, price),
+            )
+        row_id = f"{envelope.request_id}:{outcome.index}"
+        rows.append(msgspec.structs.replace(alike[kind], row_id=row_id, item=outcome.index))
+    return rows
 
 
 def _work(outcome: ItemOutcome, model: Model | None, price: ItemPrice | None) -> dict[str, Any]:

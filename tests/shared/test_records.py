@@ -36,7 +36,8 @@ from shared.messages import (
 from shared.stores.prediction_store import ListedRecord
 from shared.stores.previews import MAX_PREVIEWS, PREVIEWS_KEPT_S, preview_keys
 from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
-from shared.stores.redis_client import KEY_PREFIX
+from shared.stores.records import EndState
+from shared.stores.redis_client import COPIED_BYTES, KEY_PREFIX
 from shared.stores.waiting_lines import line_keys
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
@@ -235,6 +236,19 @@ async def test_job_that_is_no_prediction_goes_by_itself(
         await step
     with redis.Redis.from_url(redis_url) as client:
         assert all(0 < client.ttl(f"penstock:record:{name}") <= 120 for name in "abc")
+
+
+@pytest.mark.parametrize("size_bytes", [COPIED_BYTES - 100, COPIED_BYTES, 40 * COPIED_BYTES])
+async def test_replies_of_any_size_are_kept(stores: RecordStores, size_bytes: int) -> None:
+    long, short = encoded("ä" * (size_bytes // 2)), encoded("w")
+    ends: list[tuple[str, EndState, bytes]] = [
+        ("a", "succeeded", long),
+        ("b", "failed", short),
+        ("c", "succeeded", long),
+    ]
+    await stores.records.finish_all(ends)
+    again = await stores.records.finish_all([(name, "failed", b"{}") for name in "abc"])
+    assert [finish and finish.reply for finish in again] == [long, short, long]
 
 
 async def test_canceled_job_is_known_as_such_until_its_deadline(

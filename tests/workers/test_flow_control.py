@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from shared.broker.transport import ReceivedMessage, SmoothedDuration, Subscription
-from shared.messages import Job
+from shared.messages import Envelope, Job, JobBody
 from shared.models.service_rate import MAX_AHEAD_S
 from workers.scheduling.flow_control import FlowControl
 from workers.scheduling.job import PulledJob, QueuedItem
@@ -154,7 +153,16 @@ def test_a_job_from_afar_is_fresh_when_it_comes(
     round_trip_s: float, age_s: float, is_fresh: bool
 ) -> None:
     """Otherwise the worker would query Redis for each job before queuing it."""
-    job = SimpleNamespace(envelope=SimpleNamespace(attempt=1, published_at_s=1000.0))
+    envelope = Envelope(
+        request_id="r",
+        part=0,
+        model="m",
+        tenant="t",
+        deadline_s=2000.0,
+        received_at_s=1000.0,
+        published_at_s=1000.0,
+    )
+    job = Job(envelope, JobBody([]))
     subscription = cast(Subscription, Held(steady(round_trip_s)))
-    pulled = PulledJob(cast(Job, job), cast(ReceivedMessage, None), subscription, 1000.0 + age_s)
+    pulled = PulledJob(job, cast(ReceivedMessage, None), subscription, 1000.0 + age_s)
     assert pulled.is_fresh is is_fresh

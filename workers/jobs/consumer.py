@@ -324,7 +324,9 @@ class JobConsumer:
         async with self._claims.mark_alone(suspects):
             prepared = await self._preprocessor.prepare([item for _, item in missing])
         written = await self.tokens.resume(missing, prepared)
-        for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
+        now_s = time.time()
+        for waiter, ready, before in zip(missing, prepared, written, strict=True):
+            pulled, item = waiter
             if isinstance(ready, PenstockError):
                 receipt = pulled.receipt(spent_work=self._work_of_refusal(item, ready))
                 self._completion.settle(pulled, failure(item.index, ready, receipt))
@@ -333,4 +335,4 @@ class JobConsumer:
             elif not self.queue.coalesce(
                 pulled, item
             ):  # an identical item from this admission may have been queued by now
-                self.queue.add(ready, pulled, item, before)
+                self.queue.add(ready, waiter, before, now_s)

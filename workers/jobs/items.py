@@ -126,14 +126,19 @@ class ModelQueue:
             self._completion.settle(pulled, queued.coalesced(pulled, item))
         return True
 
-    def add(self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[Chunk]) -> None:
+    def add(
+        self,
+        prepared: Prepared,
+        waiter: tuple[PulledJob, Item],
+        written: list[Chunk],
+        queued_at_s: float,
+    ) -> None:
         """Queues a prepared item. The caller calls `on_queued` after the last one.
 
         `written` is its output from an earlier worker.
         """
-        queued = QueuedItem(
-            prepared, item.cache_key, time.time(), [(pulled, item)], written=written
-        )
+        pulled, item = waiter
+        queued = QueuedItem(prepared, item.cache_key, queued_at_s, [waiter], written=written)
         if item.cache_key:
             self._by_cache_key.setdefault(item.cache_key, queued)
         self._queue.add(queued)
@@ -219,6 +224,10 @@ class ModelQueue:
     def _is_wanted(self, queued: QueuedItem) -> bool:
         """Settles waiters that are canceled or late. Returns whether others remain."""
         now_s, wanted = time.time(), []
+        if len(queued.waiters) == 1:  # as is nearly always the case
+            pulled, _ = queued.waiters[0]
+            if not pulled.is_unwanted and (queued.has_started or pulled.start_by_s > now_s):
+                return True
         for pulled, item in queued.open_waiters():
             if pulled.is_unwanted:
                 self._completion.settle(pulled, pulled.unwanted(item.index, started=False))
@@ -399,7 +408,7 @@ class BatchResults:
         if isinstance(computed.outcome, Canceled):
             self._requeue_coalesced(queued)
         queued.computed = computed
-        for pulled, item_outcome in list(queued.outcomes()):
+        for pulled, item_outcome in queued.outcomes():
             if isinstance(queued.prepared, PreparedCustom):
                 pulled.written[item_outcome.index] = queued.written
             self._completion.settle(pulled, item_outcome)

@@ -6,9 +6,9 @@ Contains only plain data, and does no I/O.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shared.broker.transport import (
     ReceivedMessage,
@@ -98,6 +98,18 @@ class PulledJob:
     """The span that published the job."""
     runs: list[ItemRun] | None = None
     """The batches that its items have run in so far. None if its spans are not kept."""
+    envelope: Envelope = field(init=False)
+    items: list[Item] = field(init=False)
+    reads_cache: bool = field(init=False)
+    """True if the job accepts cached results and results computed for others."""
+    start_by_s: float = field(init=False)
+    """Unix time after which the job may not start: the queue limit or the deadline."""
+
+    def __post_init__(self) -> None:
+        self.envelope, body = self.job.envelope, self.job.body
+        self.items, self.reads_cache = body.items, body.cache_read
+        deadline_s, limit_s = self.envelope.deadline_s, self.envelope.start_by_s
+        self.start_by_s = min(deadline_s, limit_s) if limit_s else deadline_s
 
     @property
     def record(self) -> str:
@@ -134,29 +146,6 @@ class PulledJob:
             return False
         is_text = isinstance(self.items[0].input, GenerationInput)
         return not is_text or self.unfinished_claims > GENERATION_TOLERATED_CRASHES
-
-    @property
-    def start_by_s(self) -> float:
-        """Unix time after which the job may not start: the queue limit or the deadline."""
-        envelope = self.envelope
-        return (
-            min(envelope.deadline_s, envelope.start_by_s)
-            if envelope.start_by_s
-            else envelope.deadline_s
-        )
-
-    @property
-    def envelope(self) -> Envelope:
-        return self.job.envelope
-
-    @property
-    def items(self) -> list[Item]:
-        return self.job.body.items
-
-    @property
-    def reads_cache(self) -> bool:
-        """True if the job accepts cached results and results computed for others."""
-        return self.job.body.cache_read
 
     @property
     def is_fresh(self) -> bool:
@@ -244,8 +233,7 @@ class PulledJob:
         return ItemOutcome(item.index, "succeeded", receipt, result)
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """The model's result for an item, and the batch in which the item ran."""
 
     outcome: Result | PenstockError
@@ -294,6 +282,13 @@ class QueuedItem:
     """True if a model process has received the item, so that the queue time limit no longer
     applies.
     """
+    key: str = field(init=False)
+    """The compatibility key. Only items with the same key share a batch."""
+    length: int = field(init=False)
+    """The part of the batch budget that the item takes up."""
+
+    def __post_init__(self) -> None:
+        self.key, self.length = self.prepared.key, self.prepared.length
 
     @property
     def tenant(self) -> str:
@@ -320,16 +315,6 @@ class QueuedItem:
     def can_go_on(self) -> bool:
         """True if the item can be interrupted and resumed later."""
         return isinstance(self.prepared, PreparedPrompt | PreparedImage)
-
-    @property
-    def key(self) -> str:
-        """The compatibility key. Only items with the same key share a batch."""
-        return self.prepared.key
-
-    @property
-    def length(self) -> int:
-        """The part of the batch budget that the item takes up."""
-        return self.prepared.length
 
     @property
     def work(self) -> int | None:
@@ -367,9 +352,8 @@ class QueuedItem:
     @property
     def may_wait_for_hours(self) -> bool:
         """True if no worker has to be started for it: `batch` priority, and not a prediction."""
-        return all(
-            pulled.envelope.priority == "batch" and not pulled.envelope.has_record
-            for pulled, _ in self.waiters
+        return self.priority == "batch" and not any(
+            pulled.envelope.has_record for pulled, _ in self.waiters
         )
 
     @property
@@ -378,17 +362,19 @@ class QueuedItem:
 
         See `PulledJob.is_suspect`: suspects run alone.
         """
+        if len(self.waiters) == 1:
+            return self.deaths > 0 or self.waiters[0][0].is_suspect
         return self.deaths > 0 or any([pulled.is_suspect for pulled, _ in self.waiters])
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
         return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
 
-    def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
-        """Yields one outcome per open waiter, once `computed` is set.
+    def outcomes(self) -> list[tuple[PulledJob, ItemOutcome]]:
+        """Returns one outcome per open waiter, once `computed` is set.
 
         The first waiter to get the result counts as a cache miss. The others count as coalesced.
         """
-        has_miss = False
+        has_miss, outcomes = False, list[tuple[PulledJob, ItemOutcome]]()
         for number, (pulled, item) in enumerate(self.open_waiters()):
             outcome = self._outcome(pulled, item, "joined" if has_miss else "miss")
             if outcome.result is None:  # only the first waiter causes any work
@@ -397,7 +383,8 @@ class QueuedItem:
             if not has_miss and outcome.result is not None:
                 has_miss = True
                 self._be_paid_by(pulled, item)
-            yield pulled, outcome
+            outcomes.append((pulled, outcome))
+        return outcomes
 
     def coalesced(self, pulled: PulledJob, item: Item) -> ItemOutcome:
         """Returns the outcome for a waiter that was coalesced after `computed` was set.
