@@ -26,7 +26,7 @@ from bench.load.generator import percentiles
 from bench.timed_worker import MODEL, BrokerSite, Callers, DeviceKind, TimedWorker, WorkerCounts
 from shared.errors import PenstockError
 from shared.process.gc_tuning import settle_heap
-from shared.usage.bigquery import Fields
+from shared.usage.bigquery import RowLine
 from shared.usage.senders import RowSender
 from shared.usage.writer import RowWriter
 
@@ -160,7 +160,7 @@ class _Taken(RowSender):
 
     linger_s = 1.0
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         return []
 
 

@@ -54,6 +54,8 @@ REJECTED = Counter(
 
 Fields = dict[str, Any]
 """One row, keyed by column name."""
+RowLine = bytes
+"""One row as a JSON object, without a line break."""
 _ENCODER = msgspec.json.Encoder()
 
 SEND_TIMEOUT_S = 10.0
@@ -154,7 +156,7 @@ class Segment:
         self.size_bytes = size_bytes
         self._fd = fd
 
-    def append(self, rows: Sequence[Fields]) -> None:
+    def append(self, rows: Sequence[RowLine]) -> None:
         """Appends lines.
 
         After an error, nothing more may be appended, because the last line may be incomplete.
@@ -162,7 +164,7 @@ class Segment:
         Raises:
             OSError: not all of the lines could be written.
         """
-        lines = _ENCODER.encode_lines(rows)
+        lines = b"".join(row + b"\n" for row in rows)
         taken_bytes = os.write(self._fd, lines)
         self.size_bytes += taken_bytes
         if taken_bytes < len(lines):
@@ -251,7 +253,7 @@ class Spool:
             self._folder.mkdir(parents=True, exist_ok=True)
             return os.open(path, flags, 0o600)
 
-    def adopt(self) -> tuple[Segment, list[Fields]] | None:
+    def adopt(self) -> tuple[Segment, list[RowLine]] | None:
         """Locks the oldest segment without an owner, and returns it with its rows.
 
         None if there are no such segments.
@@ -269,7 +271,7 @@ class Spool:
                 self.unowned.pop(path, None)
         return None
 
-    def _adopt(self, path: Path) -> tuple[Segment, list[Fields]] | None:
+    def _adopt(self, path: Path) -> tuple[Segment, list[RowLine]] | None:
         """Locks a segment, and returns it with its rows.
 
         None if it has an owner, no readable rows, or is damaged. In the last two cases, it is
@@ -294,28 +296,26 @@ class Spool:
         except ValueError as error:
             self._set_aside(segment, str(error))
             return None
-        rows = self._decode(lines)
+        rows = self._read_lines(lines)
         if rows:
             return segment, rows
         self.remove(segment)
         return None
 
-    def _decode(self, data: bytes) -> list[Fields]:
-        """Reads only complete lines.
+    def _read_lines(self, data: bytes) -> list[RowLine]:
+        """Returns only complete lines with a row.
 
         A writer that died mid-line never reported that line as safe.
         """
         rows, unreadable = [], []
         for line in data.split(b"\n")[:-1]:
             try:
-                row = msgspec.json.decode(line, type=Fields)
-                row["row_id"]
+                msgspec.json.decode(line, type=Fields)["row_id"]
             except (*MALFORMED, KeyError) as error:
-                unreadable.append(
-                    ({"line": line.decode(errors="replace")}, f"unreadable on disk: {error}")
-                )
+                damaged = _ENCODER.encode({"line": line.decode(errors="replace")})
+                unreadable.append((damaged, f"unreadable on disk: {error}"))
             else:
-                rows.append(row)
+                rows.append(line)
         self.reject(unreadable)
         return rows
 
@@ -401,14 +401,15 @@ class Spool:
             )
         segment.release()
 
-    def reject(self, refused: Sequence[tuple[Fields, str]]) -> None:
+    def reject(self, refused: Sequence[tuple[RowLine, str]]) -> None:
         """Keeps rows that BigQuery rejected permanently, with the reason, for inspection."""
         if not refused:
             return
         REJECTED.inc(len(refused))
         log.error("rows rejected", extra={"rows": len(refused), "reason": refused[0][1]})
         lines = b"".join(
-            _ENCODER.encode({"reason": reason, "row": row}) + b"\n" for row, reason in refused
+            _ENCODER.encode({"reason": reason, "row": msgspec.Raw(row)}) + b"\n"
+            for row, reason in refused
         )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -451,7 +452,7 @@ class BigQuerySender:
         self._endpoint = endpoint
         self._client: Any = None
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         """Inserts `rows`. Returns permanently rejected rows with BigQuery's reasons.
 
         A table from an older release lacks the newest columns. In that case, rows are written
@@ -461,6 +462,10 @@ class BigQuerySender:
             Unavailable: not all rows were inserted. Send all of them again: BigQuery drops
                 those it already has by their insert IDs.
         """
+        refused = self._insert_all([msgspec.json.decode(row) for row in rows])
+        return [(_ENCODER.encode(row), reason) for row, reason in refused]
+
+    def _insert_all(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]
         if older:

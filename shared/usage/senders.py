@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Protocol
 
-import msgspec
-
 from shared.settings import Settings
 from shared.stores.objects import ObjectStore
-from shared.usage.bigquery import LEVEL, WRITTEN, BigQuerySender, Fields
+from shared.usage.bigquery import LEVEL, WRITTEN, BigQuerySender, RowLine
 
 MEDIA_TYPE = "application/gzip"
 SUFFIX = ".jsonl.gz"
@@ -50,13 +48,13 @@ class ObjectSender:
         self._objects = ObjectStore(url, setting="rows_url")
         self._table = table
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         """Returns once the rows are stored. Never rejects rows.
 
         Raises:
             Unavailable: the rows may or may not have been stored.
         """
-        lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        lines = b"".join(row + b"\n" for row in rows)
         packed = gzip.compress(lines, LEVEL, mtime=0)
         digest = hashlib.blake2b(lines, digest_size=16).hexdigest()
         sent_at = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
@@ -74,7 +72,7 @@ class RowSender(Protocol):
         """How long to wait for more rows before sending, in seconds."""
         ...
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         """Returns any permanently rejected rows, with the reasons, once all other rows are safe.
 
         Raises:

@@ -35,7 +35,7 @@ from prometheus_client import Counter, Gauge
 from shared.errors import Unavailable
 from shared.process.concurrency import backoff
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.bigquery import Fields, Segment, Spool
+from shared.usage.bigquery import Fields, RowLine, Segment, Spool
 from shared.usage.row import Row
 from shared.usage.senders import RowSender
 from shared.usage.worker_hour import WorkerHour
@@ -82,6 +82,7 @@ PENDING = Gauge("penstock_rows_pending", "Rows that BigQuery does not have yet")
 PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "Size on disk of the pending rows")
 OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest pending row; 0 if there are none")
 
+_encoder = msgspec.json.Encoder()
 _open_writers: list[RowWriter] = []
 """This process's writers. The gauges cover all of this process's writers."""
 
@@ -91,7 +92,7 @@ log = logging.getLogger(__name__)
 class UnsavedRow(NamedTuple):
     """A row that is only in memory, and the callback to run once it is safe."""
 
-    fields: Fields
+    line: RowLine
     on_safe: Callable[[], None] | None
     loop: asyncio.AbstractEventLoop | None
     since_s: float
@@ -102,7 +103,7 @@ class RowBatch:
     """Rows that are sent together: a segment's rows, or rows that are only in memory."""
 
     segment: Segment | None
-    rows: list[Fields]
+    rows: list[RowLine]
     since_s: float
     unsaved: list[UnsavedRow] = field(default_factory=list)
 
@@ -150,7 +151,7 @@ class Journal:
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
 
-    def append(self, rows: Sequence[Fields], on_safe: Callable[[], None] | None) -> None:
+    def append(self, rows: Sequence[RowLine], on_safe: Callable[[], None] | None) -> None:
         """Adds rows, on the event loop. Never raises."""
         with self.changed:
             was_empty = not self.waiting
@@ -164,14 +165,14 @@ class Journal:
             if was_empty or self._open is None:
                 self.changed.notify_all()
 
-    def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
+    def _keep_some_in_memory(self, rows: Sequence[RowLine]) -> None:
         """Keeps rows that no caller is waiting for, as long as there is room."""
         kept_rows = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
         now_s = time.time()
-        self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept_rows)
+        self._unsaved.extend(UnsavedRow(line, None, None, now_s) for line in kept_rows)
         self._lose(len(rows) - len(kept_rows))
 
-    def _keep_in_memory(self, rows: Sequence[Fields], on_safe: Callable[[], None]) -> None:
+    def _keep_in_memory(self, rows: Sequence[RowLine], on_safe: Callable[[], None]) -> None:
         """Keeps rows, and calls `on_safe` when all of them are safe."""
         loop, now_s, unsafe_count = asyncio.get_running_loop(), time.time(), len(rows)
 
@@ -181,9 +182,9 @@ class Journal:
             if not unsafe_count:
                 on_safe()
 
-        self._unsaved.extend(UnsavedRow(fields, mark_safe, loop, now_s) for fields in rows)
+        self._unsaved.extend(UnsavedRow(line, mark_safe, loop, now_s) for line in rows)
 
-    def _write(self, rows: Sequence[Fields]) -> bool:
+    def _write(self, rows: Sequence[RowLine]) -> bool:
         """Returns whether the rows are on disk now."""
         began_s = time.perf_counter()
         try:
@@ -282,11 +283,11 @@ class Journal:
     def _batch_on_disk(self, rows: Sequence[UnsavedRow]) -> RowBatch:
         segment = self._spool.create()
         try:
-            segment.append([row.fields for row in rows])
+            segment.append([row.line for row in rows])
         except OSError:
             self._spool.remove(segment)
             raise
-        return RowBatch(segment, [row.fields for row in rows], rows[0].since_s)
+        return RowBatch(segment, [row.line for row in rows], rows[0].since_s)
 
     @property
     def is_disk_due(self) -> bool:
@@ -304,9 +305,7 @@ class Journal:
         with self.changed:
             if self._unsaved:
                 rows = [self._unsaved.popleft() for _ in range(min(BATCH_ROWS, len(self._unsaved)))]
-                return self._fly(
-                    RowBatch(None, [row.fields for row in rows], rows[0].since_s, rows)
-                )
+                return self._fly(RowBatch(None, [row.line for row in rows], rows[0].since_s, rows))
             if not self._sealed and takes_open:
                 self._seal()
             if self._sealed:
@@ -441,7 +440,7 @@ class _Attempt(threading.Thread):
     def __init__(self, sender: RowSender, batch: RowBatch) -> None:
         super().__init__(name="rows-sending", daemon=True)
         self.batch = batch
-        self.refused: list[tuple[Fields, str]] = []
+        self.refused: list[tuple[RowLine, str]] = []
         self.error: Exception | None = None
         self._sender = sender
 
@@ -518,11 +517,11 @@ class RowWriter:
                 From then on, the rows survive a crash of this process. Never called if the writer
                 is closed first.
         """
-        self._journal.append([fields_of(row) for row in rows], on_safe)
+        self._journal.append([_encoder.encode(row) for row in rows], on_safe)
 
     def write_report(self, row: WorkerHour | WorkerStart) -> None:
         """The same, for a writer whose table is `worker_hours` or `worker_starts`."""
-        self._journal.append([fields_by_name(row)], None)
+        self._journal.append([_encoder.encode(fields_by_name(row))], None)
 
     async def flush(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` for BigQuery to receive every row. Returns whether it has."""

@@ -41,7 +41,7 @@ from shared.models.catalog_file import read_catalog
 from shared.stores.cache import ENTRY_SCHEMA, ResultCache
 from shared.tenants.directory import Document, decode_document, encode_document
 from shared.tenants.plan import Limits, Plan, Rates
-from shared.usage.bigquery import Fields
+from shared.usage.bigquery import RowLine
 from shared.usage.writer import RowWriter
 from shared.webhooks.event import (
     decode_batch_event,
@@ -330,12 +330,12 @@ class Listed:
     linger_s = 0.0
 
     def __init__(self) -> None:
-        self.rows: list[Fields] = []
+        self.rows: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         with self._lock:
-            self.rows += rows
+            self.rows += map(json.loads, rows)
         return []
 
 

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from shared.usage.bigquery import Fields, Segment, Spool
-from shared.usage.writer import Journal, RowWriter, fields_of
+from shared.usage.bigquery import RowLine, Segment, Spool
+from shared.usage.writer import Journal, RowWriter
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row
 
@@ -46,7 +47,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
     spool.go.set()
     spool.began.set()
     for number in range(ROWS):
-        journal.append([fields_of(row(number))], None)
+        journal.append([msgspec.json.encode(row(number))], None)
     in_flight = journal.next_batch(takes_open=True)
     assert in_flight is not None
     assert len(in_flight.rows) == ROWS // 2
@@ -68,7 +69,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
         for path in folder.glob("*.segment")
         for line in path.read_text().splitlines()
     ]
-    assert sorted(lines) == sorted(fields_of(row(number))["row_id"] for number in range(ROWS))
+    assert sorted(lines) == sorted(row(number).row_id for number in range(ROWS))
 
 
 class KeptRows:
@@ -77,9 +78,9 @@ class KeptRows:
     linger_s = WAIT_LIMIT_S
 
     def __init__(self) -> None:
-        self.rows: list[Fields] = []
+        self.rows: list[RowLine] = []
 
-    def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         self.rows += rows
         return []
 
@@ -91,7 +92,7 @@ async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
     """When a pod exits, its folder disappears with it, so the rows would be lost."""
     looks, go, adopt = threading.Event(), threading.Event(), Spool.adopt
 
-    def slow_adopt(spool: Spool) -> tuple[Segment, list[Fields]] | None:
+    def slow_adopt(spool: Spool) -> tuple[Segment, list[RowLine]] | None:
         found = adopt(spool)
         looks.set()
         assert go.wait(WAIT_LIMIT_S)
@@ -104,4 +105,4 @@ async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
         assert await asyncio.to_thread(looks.wait, WAIT_LIMIT_S)
         rows.write(row(1))
         asyncio.get_running_loop().call_soon(go.set)  # once the writer has started to close
-    assert [one["row_id"] for one in sender.rows] == [row(1).row_id]
+    assert [json.loads(one)["row_id"] for one in sender.rows] == [row(1).row_id]

@@ -318,7 +318,7 @@ def test_folder_takes_no_more_than_its_bound(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool", max_bytes=1000)
     while spool.unowned_bytes < 1000:
         segment = spool.create()
-        segment.append([{"row_id": "r" * 100}])
+        segment.append([b'{"row_id":"%s"}' % (b"r" * 100)])
         spool.release(segment, rows=1)
     with pytest.raises(OSError, match="reached the limit"):
         spool.create()

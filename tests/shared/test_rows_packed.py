@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.usage import bigquery as spools
@@ -25,7 +27,8 @@ def spool_with(folder: Path, *counts: int) -> Spool:
     spool = Spool(folder, max_bytes=10**9)
     for number, count in enumerate(counts):
         segment = spool.create()
-        segment.append([{"row_id": f"{number}:{one}", "text": "x" * 100} for one in range(count)])
+        rows = ({"row_id": f"{number}:{one}", "text": "x" * 100} for one in range(count))
+        segment.append([msgspec.json.encode(row) for row in rows])
         spool.release(segment, rows=count)
     return spool
 
@@ -34,7 +37,7 @@ def adopted_ids(spool: Spool) -> list[str]:
     found = []
     while (adopted := spool.adopt()) is not None:
         segment, rows = adopted
-        found += [row["row_id"] for row in rows]
+        found += [json.loads(row)["row_id"] for row in rows]
         spool.unowned.pop(segment.path, None)
         spool.remove(segment)
     return found

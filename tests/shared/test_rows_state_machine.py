@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from shared.settings import SPOOL_MAX_BYTES
-from shared.usage.bigquery import Fields, Segment, Spool
+from shared.usage.bigquery import RowLine, Segment, Spool
 from shared.usage.writer import Journal, RowBatch
 from tests.tiers import examples
 
@@ -41,7 +42,7 @@ class Mortal(Spool):
         self._made.append(super().create())
         return self._made[-1]
 
-    def adopt(self) -> tuple[Segment, list[Fields]] | None:
+    def adopt(self) -> tuple[Segment, list[RowLine]] | None:
         adopted = super().adopt()
         if adopted is not None:
             self._made.append(adopted[0])
@@ -87,7 +88,9 @@ class Rows(RuleBasedStateMachine):
         async def append() -> None:
             for number in itertools.islice(self._numbers, count):
                 self.alive.add(number)
-                self._journal.append([{"row_id": number}], partial(self.safe.add, number))
+                self._journal.append(
+                    [json.dumps({"row_id": number}).encode()], partial(self.safe.add, number)
+                )
 
         self._loop.run_until_complete(append())
         self._turn()
@@ -104,7 +107,7 @@ class Rows(RuleBasedStateMachine):
         batch = self._in_flight.pop(which % len(self._in_flight))
         assert batch.rows
         if is_sent:
-            self.sent |= {row["row_id"] for row in batch.rows}
+            self.sent |= {json.loads(row)["row_id"] for row in batch.rows}
             self._journal.mark_sent(batch)
         else:
             self._journal.requeue(batch)

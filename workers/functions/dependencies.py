@@ -11,6 +11,8 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from shared.broker.transport import ReceivedMessage
 from shared.brokers import transport_of
 from shared.errors import Unavailable
@@ -157,7 +159,8 @@ class RowTable:
     async def _send(self, group: _Group) -> None:
         group.is_sent = True
         try:
-            refused = await asyncio.to_thread(self._sender.send, group.rows)
+            lines = [msgspec.json.encode(fields) for fields in group.rows]
+            refused = await asyncio.to_thread(self._sender.send, lines)
         except Unavailable as error:
             group.error = error
             return
@@ -166,5 +169,5 @@ class RowTable:
             # unknown.
             group.error = Unavailable("BigQuery: the call was cut off")
             raise
-        for fields, reason in refused:
-            log.error("row refused", extra={"row": fields, "reason": reason})
+        for line, reason in refused:
+            log.error("row refused", extra={"row": msgspec.json.decode(line), "reason": reason})

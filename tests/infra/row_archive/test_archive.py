@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -271,7 +272,7 @@ async def test_what_a_sender_puts_is_what_the_archive_takes(tmp_path: Path) -> N
     hour |= dict.fromkeys(("hour", "since", "reported_at", "started_at"), 1_790_000_000.125)
     hour |= {"busy_s": 1.5, "idle_s": 2.5, "loading_s": 0.0}
     hour |= {"batches": 1, "items": 2, "cold_starts": 0}
-    assert await asyncio.to_thread(sender.send, [hour]) == []
+    assert await asyncio.to_thread(sender.send, [msgspec.json.encode(hour)]) == []
     objects, table = ObjectStore(f"file://{tmp_path}/store"), TableOfRows()
     await archive_all(RowArchive(objects, "worker_hours", table))
     (found,) = await archived(objects, tmp_path, "worker_hours")

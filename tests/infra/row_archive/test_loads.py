@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
+import msgspec
 import pytest
 from google.cloud import bigquery
 
@@ -60,7 +61,8 @@ def both(bigquery_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> It
     url = f"file://{tmp_path_factory.mktemp('objects')}"
     # Each row_id is kept once: insertAll drops duplicates that arrive within a minute, regardless
     # of their content.
-    rows = list({row["row_id"]: as_sent(row) for row in generated.rows(requests=400)}.values())
+    sent = {row["row_id"]: as_sent(row) for row in generated.rows(requests=400)}
+    rows = [msgspec.json.encode(row) for row in sent.values()]
     with connected(bigquery_endpoint, f"p-{uuid.uuid4().hex[:12]}") as client:
         for dataset in (DIRECT, ARCHIVED):
             tables.create(client, dataset)

@@ -10,6 +10,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from infra import bigquery as tables
@@ -17,7 +18,7 @@ from infra.local.process import answers, free_port
 from infra.row_archive.archive import RowArchive
 from shared.settings import environment_with
 from shared.stores.objects import ObjectStore
-from shared.usage.bigquery import Fields
+from shared.usage.bigquery import Fields, RowLine
 from shared.usage.senders import ObjectSender
 from tests.bigquery_client import connected, rows_of
 from tests.infra.row_archive.stores import archive_all, row
@@ -27,6 +28,11 @@ from tests.limits import WAIT_LIMIT_S
 pytestmark = pytest.mark.slow
 
 COMMAND = [sys.executable, "-m", "infra.row_archive"]
+
+
+def lines(*rows: Fields) -> list[RowLine]:
+    """The rows as writers pass them to a sender."""
+    return [msgspec.json.encode(row) for row in rows]
 
 
 def ended(*arguments: str, **settings: str) -> tuple[int, str]:
@@ -69,7 +75,7 @@ def test_process_says_what_waits_and_ends_when_asked(tmp_path: Path) -> None:
     port = free_port()
     given = {"PENSTOCK_ROWS_URL": f"file://{tmp_path}", "PENSTOCK_HEALTH_PORT": str(port)}
     given |= {"PENSTOCK_BIGQUERY_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    ObjectSender(f"file://{tmp_path}", "rows").send([row(0)])
+    ObjectSender(f"file://{tmp_path}", "rows").send(lines(row(0)))
     with subprocess.Popen(COMMAND, env=environment_with(given)) as process:
         try:
             wait_until(lambda: answers(port, "/metrics"), WAIT_LIMIT_S)
@@ -91,8 +97,8 @@ def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
     hours |= dict.fromkeys(("hour", "since", "reported_at", "started_at"), 1_790_000_000.0)
     hours |= dict.fromkeys(("busy_s", "idle_s", "loading_s"), 1.0)
     hours |= dict.fromkeys(("batches", "items", "cold_starts"), 1)
-    ObjectSender(f"file://{tmp_path}", "rows").send([row(0)])
-    ObjectSender(f"file://{tmp_path}", "worker_hours").send([hours])
+    ObjectSender(f"file://{tmp_path}", "rows").send(lines(row(0)))
+    ObjectSender(f"file://{tmp_path}", "worker_hours").send(lines(hours))
     with subprocess.Popen(COMMAND, env=environment_with(given)) as process:
         try:
             wait_until(lambda: any(tmp_path.glob("archive/worker_hours/*/*")), WAIT_LIMIT_S)
@@ -105,7 +111,7 @@ def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
 
 def test_lost_table_is_restored(bigquery_endpoint: str, tmp_path: Path) -> None:
     url, project = f"file://{tmp_path}", f"p-{uuid.uuid4().hex[:12]}"
-    ObjectSender(url, "rows").send([row(0), row(1, 1_790_000_000.0 + 86_400)])
+    ObjectSender(url, "rows").send(lines(row(0), row(1, 1_790_000_000.0 + 86_400)))
     asyncio.run(archive_all(RowArchive(ObjectStore(url), "rows", None)))
     with connected(bigquery_endpoint, project) as client:
         tables.create(client, "penstock")

@@ -11,7 +11,7 @@ import pytest
 from infra import bigquery
 from infra.local.process import free_port
 from shared.errors import Unavailable
-from shared.usage.bigquery import Fields
+from shared.usage.bigquery import Fields, RowLine
 from shared.usage.webhook_delivery import TABLE, WebhookDelivery
 from shared.webhooks.event import WebhookUrlForbidden
 from tests.clock import Clock
@@ -95,16 +95,17 @@ async def test_errors_pass_through_and_are_told_in_closed_words() -> None:
 
 
 async def test_rows_that_come_together_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, sent = RowTable(FunctionSettings(), TABLE), list[list[Fields]]()
+    table, sent = RowTable(FunctionSettings(), TABLE), list[list[RowLine]]()
 
-    def send(rows: list[Fields]) -> list[tuple[Fields, str]]:
+    def send(rows: list[RowLine]) -> list[tuple[RowLine, str]]:
         sent.append(list(rows))
         return []
 
     monkeypatch.setattr(table._sender, "send", send)
     await asyncio.gather(*(table.insert([{"row_id": str(number)}]) for number in range(50)))
     assert len(sent) <= 2
-    assert sorted(row["row_id"] for rows in sent for row in rows) == sorted(map(str, range(50)))
+    row_ids = [msgspec.json.decode(row)["row_id"] for rows in sent for row in rows]
+    assert sorted(row_ids) == sorted(map(str, range(50)))
 
 
 async def test_everybody_learns_that_their_rows_were_not_taken() -> None:
