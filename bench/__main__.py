@@ -20,6 +20,7 @@ MODULES = {
     "throughput": "throughput",
     "request_cost": "request_cost",
     "item_cost": "item_cost",
+    "host_cost": "host_cost",
     "overlap": "overlap",
     "cold_start": "cold_start",
     "far_broker": "far_broker",

@@ -210,13 +210,16 @@ def another(
 
 @contextmanager
 def running(
-    changes: Mapping[str, object] | None = None, *, is_alone: bool = False
+    changes: Mapping[str, object] | None = None,
+    *,
+    is_alone: bool = False,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Pipeline]:
     """Yields a warm pipeline in a temporary folder, with a catalog from `catalog_with`."""
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
         models_file = catalog_with(state_dir, changes or {}, is_alone=is_alone)
-        variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
+        variables = {"PENSTOCK_MODELS_FILE": str(models_file), **(settings or {})}
         model = read_catalog(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
