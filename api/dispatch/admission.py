@@ -102,8 +102,8 @@ class Admission:
                 response would be late. After `retry_after_s`, the same request would be admitted
                 unless other requests arrive first.
         """
-        self.check(demand, remaining_s=remaining_s)
         rooms = self._rooms_of(demand.model)
+        self._check(demand, rooms, remaining_s)
         if not rooms.total:
             self.rate_of(demand.model).start_busy_period(self._clock())
         for room in (self._instance.room(demand.priority), rooms.room(demand.priority)):
@@ -118,10 +118,13 @@ class Admission:
         Raises:
             Overloaded: like `admit`.
         """
+        self._check(demand, self._rooms_of(demand.model), remaining_s)
+
+    def _check(self, demand: Demand, rooms: _Rooms, remaining_s: float) -> None:
         try:
-            self._check_room(demand)
-            if self._rooms_of(demand.model).total:
-                self._check_time(demand, remaining_s)
+            self._check_room(demand, rooms)
+            if rooms.total:
+                self._check_time(demand, rooms, remaining_s)
         except Overloaded:
             shed, _, _ = metrics.of_admission(demand.model, demand.priority)
             shed.inc(demand.items)
@@ -167,18 +170,18 @@ class Admission:
         _, _, in_flight = metrics.of_admission(demand.model, demand.priority)
         in_flight.dec(demand.items)
 
-    def _check_room(self, demand: Demand) -> None:
+    def _check_room(self, demand: Demand, rooms: _Rooms) -> None:
         room = self._instance.room(demand.priority)
         if turns := room.turns_to_wait(demand):
             busy = [
-                name for name, rooms in self._of_models.items() if rooms.room(demand.priority).total
+                name for name, other in self._of_models.items() if other.room(demand.priority).total
             ]
             items_per_s = sum(1 / self.rate_of(name).item_s for name in busy)
             raise _full(
                 f"{_describe_held(room, demand)}, and there is no room for more",
                 turns / items_per_s,
             )
-        room = self._rooms_of(demand.model).room(demand.priority)
+        room = rooms.room(demand.priority)
         if turns := room.turns_to_wait(demand):
             raise _full(
                 f"{_describe_held(room, demand)} to run {demand.model}, and there is no room for "
@@ -186,8 +189,8 @@ class Admission:
                 turns * self.rate_of(demand.model).item_s,
             )
 
-    def _check_time(self, demand: Demand, remaining_s: float) -> None:
-        rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
+    def _check_time(self, demand: Demand, rooms: _Rooms, remaining_s: float) -> None:
+        rate = self.rate_of(demand.model)
         item_s = _item_s(rooms, demand, rate.item_s * rate.margin)
         left_s = remaining_s - rate.service_s - rate.stalled_s(self._clock())
         ahead = _ahead(rooms, demand, enough=left_s / item_s)

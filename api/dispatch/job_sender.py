@@ -116,7 +116,9 @@ class JobSender:
         job.queued_at_s = time.time()
         await self._take_permit(request, job.demand)
         try:
-            items = [await self._without_large_sources(in_flight.item) for in_flight in job.items]
+            items = [in_flight.item for in_flight in job.items]
+            if any([item.input.sources for item in items]):
+                items = [await self._without_large_sources(item) for item in items]
             replies = request.model.replies
             with self._inbox.waiter(request.facts.request_id, job.index, replies) as waiter:
                 await self._publish_awaited(request, job, items, waiter)

@@ -85,7 +85,7 @@ class Dependencies:
 
 def dependencies_of(request: Request) -> Dependencies:
     """Returns the services belonging to the app that received a request."""
-    dependencies = request.app.state.dependencies
+    dependencies = request.scope["app"].state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"
     )

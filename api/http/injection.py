@@ -128,7 +128,7 @@ def _provider_of(kind: Any) -> Provider | None:
     if not names:
         return None
     (name,) = names
-    return lambda request: getattr(request.app.state.dependencies, name)
+    return lambda request: getattr(dependencies_of(request), name)
 
 
 def _composer_of(kind: type) -> Provider:

@@ -395,10 +395,8 @@ class _Exchange:
                 "x-penstock-total-ms": f"{context.total_ms:.2f}",
             }
             pairs = (context.headers | ours).items()
-            message["headers"] = [
-                *message["headers"],
-                *((name.encode(), value.encode()) for name, value in pairs),
-            ]
+            added = [(name.encode(), value.encode()) for name, value in pairs]
+            message["headers"] = [*message["headers"], *added]
         await self._send(message)
 
     async def answer_unexpected(self, error: Exception) -> None:
