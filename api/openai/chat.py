@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -34,6 +34,7 @@ from api.openai.chat_replies import (
     ChatReply,
     CompletionChoice,
     CompletionReply,
+    TextUsage,
 )
 from api.openai.generation import (
     CHAT_PREFIX,
@@ -85,24 +86,48 @@ def failure_event(error: PenstockError) -> bytes:
     return b"data: " + encode_error(error_body(error)) + b"\n\n"
 
 
-def _event(body: msgspec.Struct) -> bytes:
-    return b"data: " + _encode(body) + b"\n\n"
+class _TextEvents(StreamShape, Generic[B]):
+    """The events of a chat or a completion."""
+
+    _type: ClassVar[type[ChatChunk] | type[CompletionReply]]
+
+    def __init__(self, body: B, completion_id: str, created_at_s: float, model: Model) -> None:
+        self._body: B = body
+        self._completion_id = completion_id
+        self._created = int(created_at_s)
+        self._model = model
+        options = body.stream_options
+        self._has_usage = options is not None and options.include_usage
+
+    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
+        """Returns the token counts, if they were requested."""
+        if not self._has_usage:
+            return [DONE]
+        usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
+        return [self._event([], usage), DONE]
+
+    def failure(self, error: PenstockError) -> bytes:
+        return failure_event(error)
+
+    def _chunk(self, choice: ChatChunkChoice | CompletionChoice) -> bytes:
+        return self._event([choice], None if self._has_usage else msgspec.UNSET)
+
+    def _event(self, choices: list[Any], usage: TextUsage | msgspec.UnsetType | None) -> bytes:
+        reply = self._type(self._completion_id, self._created, self._model.name, choices, usage)
+        return b"data: " + _encode(reply) + b"\n\n"
 
 
-class ChatEvents:
+class ChatEvents(_TextEvents[ChatBody]):
     """A chat's events."""
+
+    _type = ChatChunk
 
     def __init__(
         self, body: ChatBody, completion_id: str, created_at_s: float, model: Model
     ) -> None:
-        self._body = body
-        self._completion_id = completion_id
-        self._created = int(created_at_s)
-        self._model = model
+        super().__init__(body, completion_id, created_at_s, model)
         self._has_tools = bool(body.allowed_tools)
         self._is_forced = bool(body.forced_tools)
-        options = body.stream_options
-        self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int, prompt: PromptSize) -> bytes:
         """Returns the event containing the message's role."""
@@ -153,36 +178,11 @@ class ChatEvents:
         ended = ChatChunkChoice(index, ChatDelta(), finish_reason=choice.finish_reason)
         return [*events, self._chunk(ended)]
 
-    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the token counts, if they were requested."""
-        if not self._has_usage:
-            return [DONE]
-        usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
-        chunk = ChatChunk(self._completion_id, self._created, self._model.name, [], usage)
-        return [_event(chunk), DONE]
 
-    def failure(self, error: PenstockError) -> bytes:
-        return failure_event(error)
-
-    def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        chunk = ChatChunk(self._completion_id, self._created, self._model.name, [choice])
-        if self._has_usage:
-            chunk.usage = None
-        return _event(chunk)
-
-
-class CompletionEvents(StreamShape):
+class CompletionEvents(_TextEvents[CompletionBody]):
     """A completion's events."""
 
-    def __init__(
-        self, body: CompletionBody, completion_id: str, created_at_s: float, model: Model
-    ) -> None:
-        self._body = body
-        self._completion_id = completion_id
-        self._created = int(created_at_s)
-        self._model = model
-        options = body.stream_options
-        self._has_usage = options is not None and options.include_usage
+    _type = CompletionReply
 
     def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text."""
@@ -196,23 +196,6 @@ class CompletionEvents(StreamShape):
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the event with the finish reason."""
         return [self._chunk(CompletionChoice(index, "", result.finish_reason))]
-
-    def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
-        """Returns the token counts, if they were requested."""
-        if not self._has_usage:
-            return [DONE]
-        usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
-        reply = CompletionReply(self._completion_id, self._created, self._model.name, [], usage)
-        return [_event(reply), DONE]
-
-    def failure(self, error: PenstockError) -> bytes:
-        return failure_event(error)
-
-    def _chunk(self, choice: CompletionChoice) -> bytes:
-        reply = CompletionReply(self._completion_id, self._created, self._model.name, [choice])
-        if self._has_usage:
-            reply.usage = None
-        return _event(reply)
 
 
 router = Router(scope="text", route_class=StreamedRoute)
