@@ -75,7 +75,7 @@ _PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
-    """Returns the servers run in the cluster, by name, with JSON patches for StatefulSets."""
+    """Returns JSON patches for the servers and the volume in the cluster, by folder and name."""
     patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)
@@ -91,29 +91,18 @@ def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
             replace_value(f"{CONTAINER}/resources/requests/memory", memory),
             replace_value(f"{CONTAINER}/resources/limits/memory", memory),
         ]
+    if isinstance(site.objects, VolumeObjects):
+        patches["objects"] = _volume_patch(site.objects.volume, "/spec")
     return patches
 
 
-def _volume_patch(volume: SiteVolume) -> list[dict[str, Any]]:
-    spec = "/spec/volumeClaimTemplates/0/spec"
+def _volume_patch(
+    volume: SiteVolume, spec: str = "/spec/volumeClaimTemplates/0/spec"
+) -> list[dict[str, Any]]:
     patch = [replace_value(f"{spec}/resources/requests/storage", volume.size)]
     if volume.storage_class is not None:
         patch.append(add_value(f"{spec}/storageClassName", volume.storage_class))
     return patch
-
-
-def write_server(
-    folder: Path, name: str, site: SelfHostedSite, patch: list[dict[str, Any]]
-) -> None:
-    is_redis = name == "redis"
-    image = site.images.redis if is_redis else site.images.servers
-    write_parts(
-        folder,
-        f"{TREE}/{name}",
-        namespace=site.namespace,
-        images=[image_override("penstock-redis" if is_redis else "penstock-servers", image)],
-        patches=[json_patch("StatefulSet", patch, name)],
-    )
 
 
 def write_network(folder: Path, site: SelfHostedSite) -> None:
@@ -154,21 +143,6 @@ def write_ingress(folder: Path, namespace: str, ingress: Ingress) -> None:
     policy = [replace_value(source, {NAMESPACE_NAME: ingress.namespace})]
     patches = [json_patch("Ingress", way_in), json_patch("NetworkPolicy", policy)]
     write_parts(folder, f"{TREE}/ingress", namespace=namespace, patches=patches)
-
-
-def objects_claim(namespace: str, objects: VolumeObjects) -> dict[str, Any]:
-    spec: dict[str, Any] = {
-        "accessModes": ["ReadWriteMany"],
-        "resources": {"requests": {"storage": objects.volume.size}},
-    }
-    if objects.volume.storage_class is not None:
-        spec["storageClassName"] = objects.volume.storage_class
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "objects", "namespace": namespace},
-        "spec": spec,
-    }
 
 
 def has_archive(site: SelfHostedSite) -> bool:
@@ -405,18 +379,26 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
     with replace_folder(out) as folder:
         write_overlay(folder / "workers", catalog, models_file, worker_deployment(site))
         write_clients(folder / "clients", site, models_file)
-        servers = server_patches(site)
-        for name, patch in servers.items():
-            write_server(folder / name, name, site, patch)
         write_network(folder / "network", site)
-        resources = ["workers", "clients", *servers, "network"]
+        resources = ["workers", "clients", "network"]
+        if servers := server_patches(site):
+            write_parts(
+                folder / "servers",
+                *(f"{TREE}/{name}" for name in servers),
+                namespace=site.namespace,
+                images=[
+                    image_override("penstock-redis", site.images.redis),
+                    image_override("penstock-servers", site.images.servers),
+                ],
+                patches=[
+                    json_patch("StatefulSet|PersistentVolumeClaim", patch, name)
+                    for name, patch in servers.items()
+                ],
+            )
+            resources.append("servers")
         if site.ingress is not None:
             write_ingress(folder / "ingress", site.namespace, site.ingress)
             resources.append("ingress")
-        if isinstance(site.objects, VolumeObjects):
-            claim = objects_claim(site.namespace, site.objects)
-            (folder / "objects.yaml").write_text(dump_yaml(claim), encoding="utf-8")
-            resources.append("objects.yaml")
         if site.autoscaling is not None:
             write_scraping(folder, site)
         if site.time_slicing:
