@@ -146,7 +146,7 @@ def list_keys(
             " ".join(key.get("scopes", ("all",))),
             " ".join(key.get("models", ())) or "all",
             key["state"],
-            *(_time(key.get(name)) for name in ("created_s", "expires_s", "last_used_s")),
+            *(format_time(key.get(name)) for name in ("created_s", "expires_s", "last_used_s")),
         )
         for key in directory
     ]
@@ -186,7 +186,7 @@ def list_acts(
     heads = ("when", "who", "from", "act", "of", "before", "after")
     rows = [
         (
-            _time(act["at_s"]),
+            format_time(act["at_s"]),
             *(act[name] for name in ("actor", "address", "action", "target")),
             *(json.dumps(act[name]) if act[name] else None for name in ("before", "after")),
         )
@@ -208,7 +208,7 @@ def list_tenants(as_json: AsJson = False) -> None:
         for name, tenant in zip(names, stored, strict=True)
     ]
     rows = [
-        (name, tenant.plan or "default", _time(tenant.frozen_s))
+        (name, tenant.plan or "default", format_time(tenant.frozen_s))
         for name, tenant in zip(names, stored, strict=True)
     ]
     _print(listed, ("tenant", "plan", "frozen"), rows, as_json=as_json)
@@ -358,7 +358,7 @@ def _seconds(text: str, option: str) -> int:
     return int(match[1]) * _UNITS_S[match[2]]
 
 
-def _time(at_s: float | None) -> str | None:
+def format_time(at_s: float | None) -> str | None:
     if at_s is None:
         return None
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from infra.cli.keys import format_time
 from infra.cli.records_redis import run_on
 from infra.current_user import current_user
 from shared.errors import ConfigurationError
@@ -68,7 +68,7 @@ def list_withdrawn(
         print(json.dumps([msgspec.to_builtins(withdrawal) for withdrawal in listed], indent=2))
     elif listed:
         rows = [
-            (withdrawal.model, withdrawal.revision, _time(withdrawal.at_s), withdrawal.by)
+            (withdrawal.model, withdrawal.revision, format_time(withdrawal.at_s), withdrawal.by)
             for withdrawal in listed
         ]
         print(table(("model", "revision", "since", "by"), rows))
@@ -92,10 +92,6 @@ def _check_served(catalog: Catalog, name: str, revision: str) -> None:
             f"{name} has no revision {revision!r}; the catalog contains {', '.join(revisions)}",
             field="revision",
         )
-
-
-def _time(at_s: float) -> str:
-    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _run(act: Callable[[WithdrawalStore, Catalog], Awaitable[Done]]) -> Done:
