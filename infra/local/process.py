@@ -120,29 +120,25 @@ class Process:
         self._log_mode = "ab"
 
     def wait_ready(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Waits until `is_ready` returns true.
+        """Waits until `is_ready` returns true. Stops the process if the wait fails.
 
         Raises:
-            Unavailable: the process exited first, or was stopped after `limit_s` seconds. The
+            Unavailable: the process exited first, or was not ready after `limit_s` seconds. The
                 message contains the end of the process's log.
         """
         deadline_s = time.monotonic() + limit_s
-        while not is_ready():
-            if not self.is_running:
-                raise Unavailable(
-                    f"{self.name} {self.ending} before it was ready{self.last_words()}"
-                )
-            if time.monotonic() > deadline_s:
-                self.stop()  # done first, because output during shutdown may contain the reason
-                raise Unavailable(
-                    f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
-                )
-            time.sleep(POLL_S)
-
-    def wait_ready_or_stop(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Waits as `wait_ready` does. Also stops the process if the wait is interrupted."""
         try:
-            self.wait_ready(is_ready, limit_s)
+            while not is_ready():
+                if not self.is_running:
+                    raise Unavailable(
+                        f"{self.name} {self.ending} before it was ready{self.last_words()}"
+                    )
+                if time.monotonic() > deadline_s:
+                    self.stop()  # done first, because output during shutdown may contain the reason
+                    raise Unavailable(
+                        f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
+                    )
+                time.sleep(POLL_S)
         except BaseException:
             self.stop()
             raise

@@ -86,7 +86,7 @@ class RedisServer(Process):
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()
-        self.wait_ready_or_stop(lambda: answers_ping(self.port), START_LIMIT_S)
+        self.wait_ready(lambda: answers_ping(self.port), START_LIMIT_S)
 
 
 def answers_ping(port: int) -> bool:

@@ -108,7 +108,7 @@ class RabbitServer(Process):
         if not self._mapper.is_running:
             self._mapper.start()
         super().start()
-        self.wait_ready_or_stop(lambda: answers_amqp(self.port), START_LIMIT_S)
+        self.wait_ready(lambda: answers_amqp(self.port), START_LIMIT_S)
 
     def stop(self) -> None:
         """Stops the node, then the port mapper."""
