@@ -306,12 +306,18 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             entries = _entries_of(group, catalog, document)
             _write_worker(folder / folders[-1], group, entries, deployment, placement)
         if not deployment.is_outside:
-            for gpu in dict.fromkeys(group.gpu for group in groups if group.gpu.type != "none"):
+            gpus = dict.fromkeys(group.gpu for group in groups if group.gpu.type != "none")
+            for gpu in gpus:
                 folders += write_gpu_class(folder, gpu, deployment, gpu_types)
+            own: dict[str, Any] = {}
             if deployment.hub_token:
-                folders.append(_write_hub_token(folder / "hub-token", deployment))
-        if not deployment.is_outside and any(group.gpu.type != "none" for group in groups):
-            folders.append(_write_gpu_nodes(folder / "gpu-nodes", deployment))
+                own["hub-token"] = {"patches": [hub_token_patch(deployment)]}
+            if gpus:
+                image = image_override("penstock-worker", deployment.image)
+                own["gpu-nodes"] = {"images": [image]}
+            for name, fields in own.items():
+                write_parts(folder / name, name, namespace=deployment.namespace, **fields)
+            folders += own
         _write_cluster(folder / "cluster", deployment, groups)
         write_kustomization(folder, ["cluster", *folders], patches=[])
 
@@ -371,18 +377,6 @@ def _write_cluster(folder: Path, deployment: Deployment, groups: Sequence[Worker
         namespace=deployment.namespace,
         patches=patches,
     )
-
-
-def _write_hub_token(folder: Path, deployment: Deployment) -> str:
-    patches = [hub_token_patch(deployment)]
-    write_parts(folder, "hub-token", namespace=deployment.namespace, patches=patches)
-    return folder.name
-
-
-def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
-    images = [image_override("penstock-worker", deployment.image)]
-    write_parts(folder, "gpu-nodes", namespace=deployment.namespace, images=images)
-    return folder.name
 
 
 @contextmanager

@@ -139,7 +139,8 @@ class _Table:
         try:
             while await self._archive.run_once() and not stopped.is_set():
                 pass
-            if (day := _compute_merge_day()) != self._merged:
+            day = f"{datetime.now(UTC) - MERGED_AFTER:%Y-%m-%d}"
+            if day != self._merged:
                 await self._days.merge_until(day)
                 self._merged = day
         except Unavailable as error:
@@ -152,10 +153,6 @@ class _Table:
             return True
         FAILURES.inc()
         return False
-
-
-def _compute_merge_day() -> str:
-    return f"{datetime.now(UTC) - MERGED_AFTER:%Y-%m-%d}"
 
 
 if __name__ == "__main__":
