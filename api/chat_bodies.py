@@ -94,19 +94,24 @@ class AllowedToolChoice(Body):
     allowed_tools: AllowedTools
 
 
-def _choice_tag(choice: Any) -> str:
-    """Returns a variant's tag, so that errors refer to the variant the client intended."""
-    if isinstance(choice, ToolChoice) or not isinstance(choice, dict | AllowedToolChoice):
-        return "named:" if isinstance(choice, ToolChoice) else "mode:"
-    is_allowed = isinstance(choice, AllowedToolChoice) or choice.get("type") == "allowed_tools"
-    return "allowed:" if is_allowed else "named:"
+def tag_choices(named: type, allowed: type) -> Discriminator:
+    """Returns a discriminator whose errors refer to the variant the client intended."""
+
+    def tag(choice: Any) -> str:
+        if isinstance(choice, dict):
+            return "allowed:" if choice.get("type") == "allowed_tools" else "named:"
+        if isinstance(choice, allowed):
+            return "allowed:"
+        return "named:" if isinstance(choice, named) else "mode:"
+
+    return Discriminator(tag)
 
 
 AnyToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode:")]
     | Annotated[ToolChoice, Tag("named:")]
     | Annotated[AllowedToolChoice, Tag("allowed:")],
-    Discriminator(_choice_tag),
+    tag_choices(ToolChoice, AllowedToolChoice),
 ]
 
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Off, Option, Options
-from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
+from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, tag_choices, text_or_list
 from api.errors import WrongField
 from api.predictions.conversations import MAX_PARTS, count_parts
 from api.validators import null_is
@@ -353,19 +353,11 @@ class AllowedResponseTools(Body):
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
-def _choice_tag(choice: Any) -> str:
-    """Returns a variant's tag, so that errors refer to the variant the client intended."""
-    if isinstance(choice, NamedTool) or not isinstance(choice, dict | AllowedResponseTools):
-        return "named:" if isinstance(choice, NamedTool) else "mode:"
-    is_allowed = isinstance(choice, AllowedResponseTools) or choice.get("type") == "allowed_tools"
-    return "allowed:" if is_allowed else "named:"
-
-
 ResponseToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("mode:")]
     | Annotated[NamedTool, Tag("named:")]
     | Annotated[AllowedResponseTools, Tag("allowed:")],
-    Discriminator(_choice_tag),
+    tag_choices(NamedTool, AllowedResponseTools),
 ]
 
 
