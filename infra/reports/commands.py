@@ -73,7 +73,7 @@ def report(
     if name == ALL:
         filters = {field for field, names in (("tenants", tenants), ("models", models)) if names}
         chosen = [report_ for report_ in chosen if not filters & report_.without]
-    values = _numbers(changes or ())
+    values = parse_numbers(changes or ())
     questions = [
         ask(since, until, tz, tenants=tenants, models=models, days=days or report_.days)
         for report_ in chosen
@@ -150,7 +150,8 @@ def _check_format(format_: str, *, is_one: bool) -> None:
         raise BadInput(f"format: {format_} requires a single report or --output", field="format")
 
 
-def _numbers(changes: Sequence[str]) -> dict[str, float]:
+def parse_numbers(changes: Sequence[str]) -> dict[str, float]:
+    """Parses the values of `--set`, or raises BadInput."""
     parameters = {}
     for change in changes:
         name, _, text = change.partition("=")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infra.reports.commands import parse_numbers
 from shared.errors import BadInput, ConfigurationError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def load(
         tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,
         tuple(model or ()),
         seed,
-        _numbers(changes or ()),
+        parse_numbers(changes or ()),
     )
     plan = plan_day(target, options) if trace is None else plan_trace(target, trace, requests)
     if write_trace is not None:
@@ -130,17 +130,6 @@ def load(
         return
     pace = Pace(speed=speed, most_in_flight=max_in_flight, duration_s=duration)
     raise typer.Exit(_send(target, plan, pace, seed, ledger, as_json=as_json))
-
-
-def _numbers(changes: Sequence[str]) -> dict[str, float]:
-    models_ = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        try:
-            models_[name] = float(text)
-        except ValueError:
-            raise BadInput(f"set must be NAME=NUMBER, got {change!r}", field="set") from None
-    return models_
 
 
 def _write(plan: LoadPlan, path: Path) -> None:
