@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple
 
 import msgspec
 from fastapi import Query
@@ -39,8 +39,9 @@ from api.openai.chat_replies import (
 from api.openai.generation import (
     CHAT_PREFIX,
     COMPLETION_PREFIX,
-    ChatEndpoint,
-    CompletionEndpoint,
+    B,
+    BuildReply,
+    TextEndpoint,
     answer_id,
     chat_choice,
     chat_logprobs,
@@ -75,7 +76,6 @@ from shared.models.tasks.text import GenerationResult
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
-B = TypeVar("B", ChatBody, CompletionBody)
 StartingAfter = Annotated[
     str, Query(description="Like `Last-Event-ID`: sends only events after this one.")
 ]
@@ -207,7 +207,7 @@ class _Endpoint(NamedTuple, Generic[B]):
 
     path: str
     id_prefix: str
-    reply: Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
+    reply: BuildReply[B]
     events: Callable[[B, str, float, Model], StreamShape]
 
 
@@ -222,7 +222,7 @@ COMPLETION = _Endpoint("/v1/completions", COMPLETION_PREFIX, completion_reply, C
     takes=("X-Penstock-Event-Ids", "Last-Event-ID"),
     reply=ChatReply,
     is_streamed=True,
-    lines=ChatEndpoint(),
+    lines=TextEndpoint(ChatBody, CHAT_PREFIX, chat_reply),
 )
 async def create_chat(
     call: ModelCall,
@@ -259,7 +259,7 @@ async def create_chat(
     takes=("X-Penstock-Event-Ids", "Last-Event-ID"),
     reply=CompletionReply,
     is_streamed=True,
-    lines=CompletionEndpoint(),
+    lines=TextEndpoint(CompletionBody, COMPLETION_PREFIX, completion_reply),
 )
 async def create_completion(
     call: ModelCall,

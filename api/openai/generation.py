@@ -26,8 +26,8 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -89,6 +89,8 @@ _ARGUMENTS = re.compile(r'\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+')
 _decoder = json.JSONDecoder()
 
 TextBody = ChatBody | CompletionBody
+B = TypeVar("B", ChatBody, CompletionBody)
+BuildReply = Callable[[B, str, float, Model, Sequence[ItemOutcome]], msgspec.Struct]
 MAX_SEED = 2**53
 _REPLY_BYTES = 512
 
@@ -367,8 +369,28 @@ def _id_of(seed: str) -> str:
     return f"call_{hashlib.blake2b(seed.encode(), digest_size=12).hexdigest()}"
 
 
-class _TextEndpoint(Endpoint):
-    """Batch lines whose response is one or more generated texts."""
+class TextEndpoint(Endpoint, Generic[B]):
+    """Batch lines with the same body as a route for text.
+
+    Args:
+        id_prefix: start of each response's ID.
+        reply: returns a line's response.
+    """
+
+    def __init__(self, body: type[B], id_prefix: str, reply: BuildReply[B]) -> None:
+        self._body: type[B] = body
+        self._id_prefix = id_prefix
+        self._reply: BuildReply[B] = reply
+
+    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
+        """Returns one item for each prompt and choice."""
+        body = self._body.model_validate_json(data, strict=True)
+        if body.stream:
+            raise BadInput("stream: is not supported in batches; omit it", field="stream")
+        model = model_of(body, catalog)
+        inputs = inputs_of(body, model, default_seed)
+        max_bytes = len(inputs) * model.definition.result_bytes(model) + _REPLY_BYTES
+        return LineRequest(body, model, inputs, is_repeatable(body), max_bytes)
 
     def usage(
         self,
@@ -382,48 +404,13 @@ class _TextEndpoint(Endpoint):
         cached = usage.prompt_tokens_details.cached_tokens
         return LineUsage(usage.prompt_tokens, usage.completion_tokens, cached)
 
-
-class ChatEndpoint(_TextEndpoint):
-    """Batch lines with the same body as POST /v1/chat/completions."""
-
-    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each of the n choices."""
-        return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
-
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        body = cast(ChatBody, request.body)
-        completion_id = CHAT_PREFIX + secrets.token_hex(12)
+        body, answer_id = cast(B, request.body), self._id_prefix + secrets.token_hex(12)
         return msgspec.json.encode(
-            chat_reply(body, completion_id, time.time(), request.model, outcomes)
+            self._reply(body, answer_id, time.time(), request.model, outcomes)
         )
-
-
-class CompletionEndpoint(_TextEndpoint):
-    """Batch lines with the same body as POST /v1/completions."""
-
-    def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item per prompt and choice."""
-        return _line(CompletionBody.model_validate_json(data, strict=True), catalog, default_seed)
-
-    async def reply(
-        self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
-    ) -> bytes:
-        body = cast(CompletionBody, request.body)
-        completion_id = COMPLETION_PREFIX + secrets.token_hex(12)
-        return msgspec.json.encode(
-            completion_reply(body, completion_id, time.time(), request.model, outcomes)
-        )
-
-
-def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
-    if body.stream:
-        raise BadInput("stream: is not supported in batches; omit it", field="stream")
-    model = model_of(body, catalog)
-    inputs = inputs_of(body, model, default_seed)
-    size = model.definition.result_bytes(model)
-    return LineRequest(body, model, inputs, is_repeatable(body), len(inputs) * size + _REPLY_BYTES)
 
 
 def model_of(body: TextBody, catalog: Catalog) -> Model:
