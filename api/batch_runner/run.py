@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from api.batch_runner.lines import BatchLine, Line, LineRefused, LineSplitter, read_line
 from api.batch_runner.segments import (
     BatchLines,
-    BatchPermits,
     Paused,
     RunTools,
     SegmentRun,
     Stop,
+    WaitingBatches,
 )
 from api.batch_runner.turn_progress import TurnProgress
 from api.batch_runner.window import Share
@@ -166,7 +166,7 @@ class BatchRun:
         batch: BatchCreated,
         stop: Stop,
         share: Share,
-        turns: BatchPermits,
+        others: WaitingBatches,
         attempts: dict[int, int],
     ) -> None:
         self._tools = tools
@@ -174,8 +174,8 @@ class BatchRun:
         self._owner = owner_of(batch.tenant)
         self._stop = stop
         self._share = share
-        self._turns = turns
-        self._progress = TurnProgress(turns.is_anyone_waiting, attempts)
+        self._others = others
+        self._progress = TurnProgress(lambda: others.is_any_waiting, attempts)
 
     async def run(self) -> BatchEnded | Paused:
         """Returns the batch's stored final state, or the reason it will continue on a later turn.
@@ -218,7 +218,7 @@ class BatchRun:
     async def _run_segments(self, plan: BatchPlan, file: BatchFile) -> Paused | None:
         """Runs the remaining lines. Returns None once all lines are finished."""
         source = BatchLines(self._batch, plan, file, self._tools.files)
-        running = SegmentRun(self._tools, source, self._stop, self._share, self._turns)
+        running = SegmentRun(self._tools, source, self._stop, self._share, self._others)
         return await running.run(self._progress)
 
     async def _fail(self, errors: list[LineError]) -> BatchEnded:

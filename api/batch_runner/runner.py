@@ -30,7 +30,7 @@ from api.batch_runner.execution import LineExecutor
 from api.batch_runner.leases import LEASE_S, BatchLeases
 from api.batch_runner.outputs import Outputs
 from api.batch_runner.run import BatchRun
-from api.batch_runner.segments import Paused, RunTools, Stop
+from api.batch_runner.segments import Paused, RunTools, Stop, WaitingBatches
 from api.batch_runner.terms import CurrentTerms
 from api.batch_runner.window import ItemWindow
 from api.batches.documents import BatchCreated, BatchEnded
@@ -81,16 +81,7 @@ class _Held:
     is_cancelled: bool
     stop: Stop | None = None
     task: asyncio.Task[None] | None = None
-    is_next_due: bool = False
-    is_any_waiting: bool = False
-
-    def is_next_one_due(self) -> bool:
-        """Returns whether more tenants wait than can run, or an older batch of this tenant does."""
-        return self.is_next_due
-
-    def is_anyone_waiting(self) -> bool:
-        """Returns whether another batch could run in place of this one."""
-        return self.is_any_waiting
+    others: WaitingBatches = field(default_factory=WaitingBatches)
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -187,10 +178,10 @@ class BatchRunner:
                 others.setdefault(batch.owner, []).append(batch.id)
         for owner, held in self._held.items():
             # IDs count down, so the ID of the oldest batch is the largest.
-            held.is_next_due = is_contended or any(
+            held.others.is_next_due = is_contended or any(
                 batch_id > held.id for batch_id in others.get(owner, ())
             )
-            held.is_any_waiting = is_contended or owner in others
+            held.others.is_any_waiting = is_contended or owner in others
 
     def _start(self, batch: OpenBatch) -> None:
         held = self._held[batch.owner] = _Held(batch.id, batch.is_cancelled)
@@ -248,7 +239,7 @@ class BatchRunner:
             stop.cancel()
         with self._window.share() as share:
             attempts = self._attempts.setdefault(batch.id, {})
-            run = BatchRun(self._tools, batch, stop, share, held, attempts)
+            run = BatchRun(self._tools, batch, stop, share, held.others, attempts)
             running = asyncio.ensure_future(run.run())
             keeping = asyncio.ensure_future(self._leases.keep(batch.id))
             try:

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from api.batch_runner.answers import AnswerLog
 from api.batch_runner.attempt import group_of, skip_line
@@ -99,16 +98,16 @@ class RunTools:
     executor: LineExecutor
 
 
-class BatchPermits(Protocol):
-    """Other batches waiting for this batch's turn to end."""
+@dataclass(slots=True)
+class WaitingBatches:
+    """Other batches waiting for a batch's turn to end."""
 
-    def is_next_one_due(self) -> bool:
-        """Returns whether another batch runs after the current segment."""
-        ...
-
-    def is_anyone_waiting(self) -> bool:
-        """Returns whether another batch could run in place of this one."""
-        ...
+    is_next_due: bool = False
+    """True if another batch runs after the current segment, because more tenants wait than can run,
+    or an older batch of this tenant does.
+    """
+    is_any_waiting: bool = False
+    """True if another batch could run in place of this one."""
 
 
 class Paused(Enum):
@@ -166,7 +165,7 @@ class SegmentRun:
         source: BatchLines,
         stop: Stop,
         share: Share,
-        turns: BatchPermits,
+        others: WaitingBatches,
     ) -> None:
         self._tools = tools
         self._source = source
@@ -174,7 +173,7 @@ class SegmentRun:
         self._owner = owner_of(source.batch.tenant)
         self._stop = stop
         self._share = share
-        self._turns = turns
+        self._others = others
         self._open: dict[int, _OpenSegment] = {}
         """Open segments, keyed by index. Segments below `_next` have been written."""
         self._next = 0
@@ -248,7 +247,7 @@ class SegmentRun:
         for index in range(first, len(self._source.plan.segments)):
             if self._stop.end is not None or progress.is_stalled or self._has_waiting:
                 return
-            if index > first and self._turns.is_next_one_due():
+            if index > first and self._others.is_next_due:
                 self._yields = True
                 return
             lines = await self._open_segment(index, answers)

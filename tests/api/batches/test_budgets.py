@@ -81,7 +81,7 @@ def _computed(api: ApiUnderTest, batch: Any) -> Counter[str]:
 
 async def _until_next_is_due(running: Running) -> None:
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while not any(held.is_next_due for held in running.runner._held.values()):  # noqa: ASYNC110
+        while not any(held.others.is_next_due for held in running.runner._held.values()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
