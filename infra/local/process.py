@@ -288,6 +288,16 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
         return False
 
 
+def responds(port: int, request: bytes, response: bytes) -> bool:
+    """Returns whether a server on this machine sends `response` within a second of `request`."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(request)
+            return connection.recv(len(response)) == response
+    except OSError:
+        return False
+
+
 def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False) -> bool:
     """Returns whether GET `path` on `port` of `host`, on this machine, returns status 200.
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 from pathlib import Path
 
-from infra.local.process import Process, free_port
+from infra.local.process import Process, free_port, responds
 from shared.errors import ConfigurationError
 
 START_LIMIT_S = 60.0
@@ -86,14 +85,4 @@ class RedisServer(Process):
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()
-        self.wait_ready(lambda: answers_ping(self.port), START_LIMIT_S)
-
-
-def answers_ping(port: int) -> bool:
-    """Returns whether a Redis on this machine responds to PING on `port` within a second."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
-    except OSError:
-        return False
+        self.wait_ready(lambda: responds(self.port, b"PING\r\n", b"+PONG"), START_LIMIT_S)

@@ -84,19 +84,6 @@ def load_secrets(state_dir: Path) -> dict[str, str]:
     return saved_secrets
 
 
-def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
-    """Returns the command that builds each model's graphs, keyed by model name.
-
-    Omits models without graphs.
-    """
-    wanted = {model.name: choose_graphs(model) for model in catalog.deployed}
-    return {
-        name: ["infra.cli.main", "optimize", name, "--variants", graphs]
-        for name, graphs in wanted.items()
-        if graphs
-    }
-
-
 def choose_graphs(model: Model) -> str:
     """Returns the optimized graphs that a worker may use, by their names in `penstock optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
@@ -362,11 +349,13 @@ class Stack:
 
     def _start_makers(self, undo: ExitStack, catalog: Catalog) -> dict[str, Process]:
         """Starts building missing optimized graphs. Returns the builders, keyed by model name."""
-        commands = graph_commands(catalog)
-        return {
-            name: undo.enter_context(self._make.module(f"optimize-{name}", command))
-            for name, command in commands.items()
-        }
+        makers = {}
+        for model in catalog.deployed:
+            if graphs := choose_graphs(model):
+                command = ["infra.cli.main", "optimize", model.name, "--variants", graphs]
+                maker = self._make.module(f"optimize-{model.name}", command)
+                makers[model.name] = undo.enter_context(maker)
+        return makers
 
     def _start_pipeline(
         self,

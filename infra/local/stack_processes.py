@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from infra.local.ports import Ports
-from infra.local.process import Process, free_port
+from infra.local.process import Process, free_port, responds
 from infra.local.redis_server import RedisServer
 from shared.errors import ConfigurationError
 from shared.models.catalog import WorkerGroup
@@ -108,7 +107,7 @@ class RabbitServer(Process):
         if not self._mapper.is_running:
             self._mapper.start()
         super().start()
-        self.wait_ready(lambda: answers_amqp(self.port), START_LIMIT_S)
+        self.wait_ready(lambda: responds(self.port, _PROTOCOL_HEADER, b"\x01"), START_LIMIT_S)
 
     def stop(self) -> None:
         """Stops the node, then the port mapper."""
@@ -140,16 +139,6 @@ class RabbitServer(Process):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}
-
-
-def answers_amqp(port: int) -> bool:
-    """Returns whether a broker on this machine greets a client on `port` within a second."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
-            connection.sendall(_PROTOCOL_HEADER)
-            return connection.recv(1) == b"\x01"
-    except OSError:
-        return False
 
 
 class StackProcesses:
