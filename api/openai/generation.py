@@ -374,7 +374,7 @@ class TextEndpoint(Endpoint, Generic[B]):
 
     Args:
         id_prefix: start of each response's ID.
-        reply: returns a line's response.
+        reply: builds the response from the body, its ID, the time, the model, and the outcomes.
     """
 
     def __init__(self, body: type[B], id_prefix: str, reply: BuildReply[B]) -> None:
