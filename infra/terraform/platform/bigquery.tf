@@ -12,10 +12,10 @@ locals {
     webhook_deliveries = {
       for name, account in google_service_account.functions : name => account.member if name == "webhooks"
     }
-    worker_hours  = local._worker_members
-    worker_starts = local._worker_members
+    worker_hours  = local._worker_accounts
+    worker_starts = local._worker_accounts
   }
-  _worker_members = merge(
+  _worker_accounts = merge(
     { workers = local.workers_member },
     { for name, member in local.outside_members : "outside-${name}" => member },
   )
