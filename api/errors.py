@@ -81,6 +81,11 @@ class ErrorDetail(msgspec.Struct):
     type: str
     param: str | None
     code: str
+    created_before: str | msgspec.UnsetType = msgspec.UNSET
+    """Extension: the `created_before` with which to search older batches.
+
+    Present only if none of the newest batches matches a list's filters.
+    """
 
 
 class ErrorReply(msgspec.Struct):
@@ -152,6 +157,22 @@ class NotNow(BadInput):
 
     Errors of this kind are not stored for an Idempotency-Key.
     """
+
+
+class NoneMatched(BadInput):
+    """None of the entries checked for a list matches its filters.
+
+    Args:
+        created_before: value of the `created_before` parameter with which to check older entries.
+    """
+
+    def __init__(self, message: str, *, created_before: str) -> None:
+        super().__init__(message, field="created_before")
+        self.created_before = created_before
+
+
+class DamagedDocument(PenstockError):
+    """A stored document can't be decoded."""
 
 
 class StorageFull(NotNow):
@@ -341,7 +362,10 @@ def error_body(error: PenstockError) -> ErrorReply:
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
-    return ErrorReply(ErrorDetail(error.public_message, kind, error.field, error.code))
+    detail = ErrorDetail(error.public_message, kind, error.field, error.code)
+    if isinstance(error, NoneMatched):
+        detail.created_before = error.created_before
+    return ErrorReply(detail)
 
 
 def encode_error(body: msgspec.Struct) -> bytes:

@@ -12,6 +12,7 @@ Calls raise Unavailable if the object store is unreachable.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,9 +21,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from api.batches.names import FILES, is_file_id, new_file_id, owner_of
-from api.errors import NotFound
+from api.errors import DamagedDocument, NotFound
 from api.inputs.storage import MAX_FILES, Storage, StorageQuota, StorageReservation
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
@@ -43,6 +44,8 @@ _BOM = b"\xef\xbb\xbf"
 
 UploadPurpose = Literal["batch", "user_data", "ocr"]
 FilePurpose = Literal["batch", "batch_output", "user_data", "ocr"]
+
+log = logging.getLogger(__name__)
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
@@ -135,7 +138,7 @@ class BatchFiles:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            PenstockError: the stored document is damaged.
+            DamagedDocument: the stored document can't be decoded.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -198,7 +201,7 @@ class BatchFiles:
         """
         known = {file_id: self._left_out.get(document) for file_id, document in documents.items()}
         ids = [file_id for file_id, facts in known.items() if facts is None or is_listed(facts)]
-        read = await asyncio.gather(*(self._read_document(tenant, file_id) for file_id in ids))
+        read = await asyncio.gather(*(self._read_readable(tenant, file_id) for file_id in ids))
         files = [file for file in read if file is not None]
         for file in files:
             if not is_listed(file):
@@ -267,7 +270,15 @@ class BatchFiles:
         except BadInput:
             return None
         except ValueError as error:
-            raise PenstockError(f"{key} is damaged: {error}") from error
+            raise DamagedDocument(f"{key} is damaged: {error}") from error
+
+    async def _read_readable(self, tenant: str, file_id: str) -> BatchFile | None:
+        """Returns a file's document, or None if the file does not exist or is damaged."""
+        try:
+            return await self._read_document(tenant, file_id)
+        except DamagedDocument as error:
+            log.error("file not listed", extra={"file": file_id, "reason": error.message})
+            return None
 
 
 class Upload:

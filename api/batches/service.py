@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Collection, Sequence
@@ -13,6 +14,7 @@ from api.batches.documents import WINDOW_S, BatchCreated, BatchState, Status
 from api.batches.files import KEEP_S, BatchFile, BatchFiles, is_of
 from api.batches.names import new_batch_id, owner_of, parse_created_at_s
 from api.batches.store import BatchStore
+from api.errors import DamagedDocument, NoneMatched
 from shared.errors import BadInput, Overloaded
 from shared.tenants.plan import Caller
 
@@ -25,6 +27,8 @@ PAGE = 100
 """Maximum number of batches per page, and the number read at a time to find matches."""
 MAX_CHECKED = 1000
 """Maximum number of batches checked for a page."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class Batches:
             limit: maximum number of batches, up to PAGE.
 
         Raises:
-            BadInput: none of the first MAX_CHECKED batches matches.
+            NoneMatched: none of the first MAX_CHECKED batches matches.
             Unavailable: the object store is unreachable.
         """
         # IDs have millisecond resolution.
@@ -178,7 +182,7 @@ class Batches:
         max_checked = min(len(ids), MAX_CHECKED)
         while checked < max_checked and len(batches) <= limit:
             some = ids[checked : min(checked + window, max_checked)]
-            read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
+            read = await asyncio.gather(*(self._read_state(owner, batch_id) for batch_id in some))
             batches += [state for state in read if state is not None and wanted.matches(state)]
             checked, window = checked + len(some), PAGE
         if len(batches) > limit:
@@ -188,6 +192,14 @@ class Batches:
                 raise _too_many_checked(parse_created_at_s(ids[checked]))
             return BatchPage(batches, True, ids[checked - 1])
         return BatchPage(batches, False, batches[-1].created.id if batches else None)
+
+    async def _read_state(self, owner: str, batch_id: str) -> BatchState | None:
+        """Returns a batch's state, or None if the batch does not exist or is damaged."""
+        try:
+            return await self._store.state(owner, batch_id)
+        except DamagedDocument as error:
+            log.error("batch not listed", extra={"batch": batch_id, "reason": error.message})
+            return None
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:
         """Cancels an open batch. Calling it again has no effect.
@@ -223,12 +235,12 @@ class Batches:
                 )
 
 
-def _too_many_checked(next_at_s: float) -> BadInput:
+def _too_many_checked(next_at_s: float) -> NoneMatched:
     moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
     # In a URL, the + in +00:00 stands for a space.
     following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     reason = f"none of the {MAX_CHECKED} newest batches in this range match"
-    return BadInput(
+    return NoneMatched(
         f"created_before: {reason}; to search older batches, set it to {following}",
-        field="created_before",
+        created_before=following,
     )

@@ -29,7 +29,7 @@ from api.batches.documents import (
     encode_answers,
 )
 from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
-from api.errors import NotFound
+from api.errors import DamagedDocument, NotFound
 from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, StoredObject
 
@@ -95,13 +95,20 @@ class BatchStore:
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. Returns None if the document does not exist."""
+        """Reads a document. Returns None if the document does not exist.
+
+        Raises:
+            DamagedDocument: the document can't be decoded.
+        """
         key = _document_key(owner, batch_id, name)
         try:
             data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
         except BadInput:
             return None
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except ValueError as error:
+            raise DamagedDocument(f"{key} is damaged: {error}") from error
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:
         """Finds one of this tenant's batches.

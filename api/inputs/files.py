@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from api.errors import NotFound
+from api.errors import DamagedDocument, NotFound
 from api.inputs.storage import (
     KEEP_S,
     KEPT_FILES,
@@ -30,7 +31,7 @@ from api.inputs.storage import (
     StorageReservation,
     owner_of,
 )
-from shared.errors import BadInput, PenstockError
+from shared.errors import BadInput
 from shared.stores.objects import ObjectStore
 
 MAX_BYTES = 64 * 1024 * 1024
@@ -42,6 +43,8 @@ _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
 _CHARSETS = frozenset({*aliases, *aliases.values()})
+
+log = logging.getLogger(__name__)
 
 
 class File(msgspec.Struct):
@@ -168,6 +171,9 @@ class Files:
             return await self.find(tenant, file_id)
         except NotFound:
             return None
+        except DamagedDocument as error:
+            log.error("file not listed", extra={"file": file_id, "reason": error.message})
+            return None
 
     async def delete(self, file: File) -> None:
         await self._objects.delete(_build_listing_key(file))
@@ -179,7 +185,7 @@ class Files:
 
         Raises:
             NotFound: the tenant has no such file, or it has expired.
-            PenstockError: the stored document is damaged.
+            DamagedDocument: the stored document can't be decoded.
         """
         unknown = NotFound(f"file {file_id[:80]!r} does not exist")
         if not _ID.fullmatch(file_id):
@@ -190,7 +196,7 @@ class Files:
         except BadInput as error:
             raise unknown from error
         except ValueError as error:
-            raise PenstockError(f"{key} is damaged: {error}") from error
+            raise DamagedDocument(f"{key} is damaged: {error}") from error
         if file.tenant != tenant or file.expires_at_s <= time.time():
             raise unknown
         return file

@@ -24,9 +24,11 @@ export const keyId = () => /^pk_live_([0-9A-Za-z]+)_/.exec(key)?.[1] ?? "";
 
 /** An error response of the API, with its message. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  /** @param {string} createdBefore where a search among older entries goes on, if the API names it. */
+  constructor(status, message, createdBefore) {
     super(message);
     this.status = status;
+    this.createdBefore = createdBefore;
   }
 }
 
@@ -73,14 +75,16 @@ export async function upload(file) {
 
 async function refusal(response) {
   let message = `${response.status} ${response.statusText}`;
+  let createdBefore;
   try {
     const body = await response.json();
     message = body.error?.message ?? body.detail ?? message;
+    createdBefore = body.error?.created_before;
   } catch {
     // Not from the API: a proxy on the way, or an answer that was cut.
   }
   if (response.status === 401) document.dispatchEvent(new Event("penstock:unauthorized"));
-  return new ApiError(response.status, String(message));
+  return new ApiError(response.status, String(message), createdBefore);
 }
 
 /** An event stream that could not be reopened. */

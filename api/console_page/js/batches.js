@@ -1,7 +1,7 @@
 // The view "Batches": a list with filters, and a form that creates a batch from a file.
 // `#batches?status=failed&after=ID` is the address of a page, and `#batches/ID` that of a batch.
 
-import { ApiError, call } from "./api.js";
+import { call } from "./api.js";
 import { badge, button, failure, h, listing, put, sayThenOpen } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
 import { addressOf, filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
@@ -11,7 +11,6 @@ const VIEW = "batches";
 const PAGE = 20;
 const STATES = ["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"];
 const FIRST_LINE_BYTES = 4 * 1024 * 1024;
-const NONE_OF_MANY = /^created_before: none of .* set it to (\S+)$/;
 const HEADS = ["Created", "Batch", "State", "Lines", "Model", "Key", "Files", ""];
 
 /** Shows the view. */
@@ -53,9 +52,8 @@ async function page(query, signal) {
   try {
     return await call(`v1/batches?${query}`, { signal });
   } catch (error) {
-    const [, before] = (error instanceof ApiError && NONE_OF_MANY.exec(error.message)) || [];
-    if (!before) throw error;
-    return { data: [], created_before: before };
+    if (!error.createdBefore) throw error;
+    return { data: [], created_before: error.createdBefore };
   }
 }
 

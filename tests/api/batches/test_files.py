@@ -74,6 +74,25 @@ async def test_upload_larger_than_any_other_body_is_streamed(tmp_path: Path) -> 
         assert parts == [data[:100], data[-100:], data[100:200]]
 
 
+@pytest.mark.parametrize(
+    ("form", "entries"),
+    [
+        ({"files": {"content": b"x"}}, "results"),
+        ({"files": {"file": LINE}, "data": {"purpose": "batch"}}, "data"),
+    ],
+    ids=["Replicate's file", "OpenAI's file"],
+)
+async def test_a_damaged_file_is_left_out_of_the_list(
+    api: ApiUnderTest, tmp_path: Path, form: dict[str, Any], entries: str
+) -> None:
+    (await api.http.post("/v1/files", **form)).raise_for_status()
+    (damaged,) = (tmp_path / "objects").rglob("file.json")
+    damaged.write_bytes(damaged.read_bytes()[:20])
+    intact = (await api.http.post("/v1/files", **form)).json()["id"]
+    listed = (await api.http.get("/v1/files")).json()
+    assert [file["id"] for file in listed[entries]] == [intact]
+
+
 async def test_ranges(api: ApiUnderTest) -> None:
     made = await uploaded(api.openai())
     url = f"/v1/files/{made.id}/content"

@@ -111,9 +111,24 @@ async def test_a_page_without_a_match_is_never_followed_by_another(
         query = {"status": "completed"}
         refused = (await api.http.get("/v1/batches", params=query)).json()["error"]
         assert refused["param"] == "created_before"
-        before = refused["message"].rpartition("set it to ")[2]
+        before = refused["created_before"]
+        assert refused["message"].endswith(f"set it to {before}")
         page = (await api.http.get(f"/v1/batches?status=completed&created_before={before}")).json()
         assert [batch["id"] for batch in page["data"]] == [made[1]]
+
+
+@pytest.mark.parametrize("name", ["created", "ended"])
+async def test_a_damaged_batch_is_left_out_of_the_list(
+    tmp_path: Path, redis_url: str, name: str
+) -> None:
+    async with batching(tmp_path, redis_url) as (api, _):
+        client = api.openai()
+        batches = [await until(client, await created(client, jsonl([line("1")]))) for _ in range(2)]
+        (document,) = (tmp_path / "objects").rglob(f"{batches[0].id}/{name}.json")
+        document.write_bytes(document.read_bytes()[:20])
+        listed = [batch.id async for batch in client.batches.list()]
+        intact = [batches[1].id] if name == "ended" else [batches[1].id, batches[0].id]
+        assert listed == intact
 
 
 async def test_an_owner_without_a_model_is_refused(api: ApiUnderTest) -> None:
