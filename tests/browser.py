@@ -31,12 +31,12 @@ async def opened_page(url: str, *, ignored: str = "-", **context: Any) -> AsyncI
 
     Args:
         ignored: parts of the error messages that the test causes.
-        context: options for the browser context.
+        context: options for the browser context, such as its viewport.
     """
     told: list[str] = []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = await browser.new_page(viewport={"width": 1200, "height": 900}, **context)
+        page = await browser.new_page(**{"viewport": {"width": 1200, "height": 900}} | context)
         # Playwright's 30 s default is too short for a page on a busy machine.
         page.set_default_timeout(WAIT_LIMIT_S * 1000)
         page.on("pageerror", lambda error: told.append(str(error)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 import wave
 from collections.abc import AsyncIterator
@@ -10,17 +9,17 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from playwright.async_api import FilePayload, Page, async_playwright, expect
+from playwright.async_api import FilePayload, Page, expect
 
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import ApiUnderTest
 from tests.api.serving_classes import predict, served_class
-from tests.limits import WAIT_LIMIT_S
+from tests.browser import needs_chromium, opened_page
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.slow(about_s=20),
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium"),
+    needs_chromium,
 ]
 CLASS = """
 import struct, wave, zlib
@@ -90,19 +89,9 @@ async def api(tmp_path: Path, redis_url: str, files: FileServer) -> AsyncIterato
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
     """The form. By the end of the test, the browser must not have reported any problems."""
-    told: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        page = await browser.new_page(viewport={"width": 1200, "height": 1500})
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("console", lambda message: told.append(message.text))
-        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-        await page.goto(f"{api.url}/console#try/mine")
+    viewport = {"width": 1200, "height": 1500}
+    async with opened_page(f"{api.url}/console#try/mine", viewport=viewport) as page:
         yield page
-        await browser.close()
-    assert not told
 
 
 def recording() -> FilePayload:

@@ -1,15 +1,14 @@
 """/console is served entirely from this API, under a policy that allows nothing else."""
 
 import re
-import shutil
 from urllib.parse import urljoin
 
 import pytest
-from playwright.async_api import async_playwright, expect
+from playwright.async_api import expect
 
 from api.routes.pages import CONSOLE
 from tests.api.harness import ApiUnderTest
-from tests.limits import WAIT_LIMIT_S
+from tests.browser import needs_chromium, opened_page
 
 pytestmark = pytest.mark.anyio
 FILES = sorted(path.relative_to(CONSOLE).as_posix() for path in CONSOLE.rglob("*.*"))
@@ -90,19 +89,8 @@ async def test_the_page_is_not_part_of_the_api(api: ApiUnderTest) -> None:
     assert not [path for path in paths if path.startswith("/console")]
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+@needs_chromium
 async def test_an_api_that_needs_no_key_asks_for_none(api: ApiUnderTest) -> None:
-    errors: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        page = await browser.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.append(message.text))
-        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-        await page.goto(f"{api.url}/console#live")
+    async with opened_page(f"{api.url}/console#live") as page:
         await expect(page.get_by_text("Throughput of the workers").first).to_be_visible()
         await expect(page.locator("#main")).to_be_focused()
-        await browser.close()
-    assert not errors
