@@ -23,6 +23,7 @@ KEYS = (stored("root", "ops", scopes=("all", "admin")), stored("plain", "acme"))
 PLANS = {"team": Plan(budget_usd_per_month=50.0, requests_per_min=600)}
 VIEWS = {"keys": "Keys", "tenants": "Tenants", "plans": "Plans", "audit": "Audit log"}
 ROOT = bearer("root")
+FIT = "lists => lists.every(list => list.scrollWidth <= list.clientWidth)"
 
 
 @pytest.fixture
@@ -210,3 +211,4 @@ async def test_no_view_has_serious_barriers(api: ApiUnderTest, width: int, schem
             barriers = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
             assert [rule["id"] for rule in barriers] == []
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+            assert await page.locator("main .listing").evaluate_all(FIT), view

@@ -3,22 +3,21 @@ markup.
 """
 
 import asyncio
-import shutil
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, Route, expect
 
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
-from tests.browser import opened_page
+from tests.browser import needs_chromium, opened_page
 from tests.keys import key_for, keys_url
-from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium"),
+    needs_chromium,
 ]
 api = api_with_redis(secret="s")
 HOSTILE = (
@@ -29,19 +28,9 @@ HOSTILE = (
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    told: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        page = await browser.new_page(viewport={"width": 390, "height": 844})
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("console", lambda message: told.append(message.text))
-        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-        await page.goto(f"{api.url}/console#try/writer")
+    viewport = {"width": 390, "height": 844}
+    async with opened_page(f"{api.url}/console#try/writer", viewport=viewport) as page:
         yield page
-        await browser.close()
-    assert not told
 
 
 async def ask(page: Page, text: str) -> None:
@@ -117,6 +106,30 @@ async def test_an_answer_can_be_stopped_and_the_next_one_knows_it(
     assert [message["role"] for message in listed["messages"]] == ["user", "assistant", "user"]
     await page.get_by_role("button", name="New chat").click()
     await expect(page.get_by_role("button", name="Write a short story")).to_be_visible()
+
+
+async def test_cost_of_a_stopped_answer_appears_once_it_is_known(
+    api: ApiUnderTest, page: Page
+) -> None:
+    reads = 0
+
+    async def add_cost_later(route: Route) -> None:
+        nonlocal reads
+        response = await route.fetch()
+        body = await response.json()
+        reads += body["status"] == "canceled"
+        if reads > 1:
+            body["metrics"] |= {"output_token_count": 7, "cost_usd": 0.25}
+        await route.fulfill(response=response, json=body)
+
+    api.worker.written = asyncio.Semaphore(1)
+    await ask(page, "say one two three")
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer).to_contain_text("one")
+    await page.route(re.compile("/v1/predictions/[^/]+$"), add_cost_later)
+    await page.get_by_role("button", name="Stop").click()
+    await expect(answer.locator(".hint")).to_contain_text("stopped · 7 tokens")
+    await expect(answer.locator(".hint")).to_contain_text("$0.25")
 
 
 async def test_markup_of_a_model_stays_text(page: Page) -> None:

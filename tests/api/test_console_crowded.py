@@ -145,6 +145,19 @@ async def test_the_overview_does_not_wait_for_the_count_of_predictions(
     go.set()
 
 
+async def test_the_overview_lists_every_model_on_request(api: ApiUnderTest, page: Page) -> None:
+    await page.goto(f"{api.url}/console#overview")
+    now = page.get_by_role("region", name="Queue and workers now").locator("tbody tr")
+    await expect(page.get_by_text(f"15 of {MODELS} models")).to_be_visible()
+    await page.get_by_role("button", name="Show all").click()
+    await expect(now).to_have_count(MODELS)
+    async with page.expect_response("**/v1/status"):
+        pass
+    await expect(now).to_have_count(MODELS)
+    await page.get_by_role("button", name="Show 15").click()
+    await expect(now).to_have_count(15)
+
+
 async def test_a_model_is_found_by_a_part_of_its_name(api: ApiUnderTest, page: Page) -> None:
     await page.goto(f"{api.url}/console#try")
     models = page.get_by_label("Model", exact=True)

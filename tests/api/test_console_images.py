@@ -3,10 +3,12 @@
 import base64
 import json
 from collections.abc import AsyncIterator
+from io import BytesIO
 from typing import Any
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
+from PIL import Image
 from playwright.async_api import FilePayload, Page, expect
 
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, api_with_redis
@@ -61,6 +63,21 @@ async def test_what_is_painted_is_drawn_anew(api: ApiUnderTest, page: Page) -> N
     assert mask[height // 2, width // 4] == 255
     assert mask[height // 2, width * 3 // 4] == 0
     assert mask[height * 9 // 10, width // 4] < 30
+
+
+@pytest.mark.parametrize("size", [(32, 32), (1024, 512)])
+async def test_the_canvas_covers_exactly_the_image(page: Page, size: tuple[int, int]) -> None:
+    data = BytesIO()
+    Image.new("RGB", size).save(data, "PNG")
+    await page.get_by_label("Image", exact=True).set_input_files(png("wide.png", data.getvalue()))
+    canvas = page.get_by_role("img", name="Painted mask")
+    await expect(canvas).to_have_js_property("width", size[0])
+    boxes = await canvas.evaluate(
+        "canvas => [canvas, canvas.previousElementSibling].map(element => {"
+        " const { x, y, width, height } = element.getBoundingClientRect();"
+        " return [x, y, width, height] })"
+    )
+    assert boxes[0] == pytest.approx(boxes[1], abs=1)
 
 
 async def test_a_result_is_edited_without_a_download(api: ApiUnderTest, page: Page) -> None:

@@ -3,7 +3,7 @@
 
 import { adminPage } from "./admin.js";
 import { call } from "./api.js";
-import { h, table } from "./dom.js";
+import { h, listing } from "./dom.js";
 import { moment } from "./timing.js";
 
 const PAGE = 50;
@@ -27,7 +27,7 @@ export async function show(place, _, signal, params) {
     const { data, has_more: hasMore, last_id: last } = await call(`v1/admin/audit?${query}`, { signal });
     return [
       h("p", { class: "muted" }, "The last 10,000 changes of keys, plans and tenants. It never contains secrets."),
-      data.length ? table("Audit log", ["Time", "Who", "From", "Action", "Target", "Change"], data.map(row)) : h("p", { class: "note" }, "There are no entries here."),
+      data.length ? listing("Audit log", ["Time", "Who", "From", "Action", "Target", "Change"], data.map(row)) : h("p", { class: "note" }, "There are no entries here."),
       (after || hasMore) &&
         h(
           "nav",

@@ -4,7 +4,7 @@
 import { call } from "./api.js";
 import { badge, button, failure, h, listing, put, sayThenOpen } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
-import { addressOf, filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { addressOf, filtersOf, keepFocusOn, keyLink, listControls, ownScope, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
 
 const VIEW = "batches";
@@ -21,11 +21,12 @@ export async function show(place, [id], signal, params) {
 async function list(place, signal, params) {
   const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
   const again = () => fill(rows, params, again, signal);
+  const [scope, controls] = await Promise.all([ownScope(signal), listControls(VIEW, "Batch", params, STATES, signal)]);
   put(
     place,
-    h("div", { class: "row between" }, h("h1", {}, "Batches"), button("Reload", again)),
+    h("div", { class: "row between" }, h("div", {}, h("h1", {}, "Batches"), h("p", { class: "scope" }, scope)), button("Reload", again)),
     creation(signal),
-    await listControls(VIEW, "Batch", params, STATES, signal),
+    controls,
     rows,
   );
   await again();

@@ -1,6 +1,6 @@
 // A chat with a text model. Each answer is a prediction, so it streams, can be stopped, and has its time and cost.
 
-import { call } from "./api.js";
+import { call, pause } from "./api.js";
 import { button, failure, h, put, say } from "./dom.js";
 import { untilEnd } from "./follow.js";
 import { remember } from "./history.js";
@@ -11,6 +11,9 @@ import { duration, placeInLine } from "./timing.js";
 
 const USUAL_TOKENS = 512;
 const USUAL_TEMPERATURE = 0.7;
+/** How often, and how many times, to ask for the cost of an answer that was stopped. */
+const COST_POLL_MS = 1000;
+const MOST_COST_POLLS = 10;
 const EXAMPLES = ["Write a short story", "Explain what an API is in two sentences", "List five names for a coffee shop"];
 
 /** Chats of this tab by model. They end with the page, or when the reader logs out. */
@@ -172,6 +175,20 @@ async function talk(place, text, controls) {
       controls(false);
     }
   }
+  if (answer.isStopped) await addCost(place, answer);
+}
+
+/** Adds the tokens and cost of an answer that was stopped. They are known once the worker has stopped writing it. */
+async function addCost(place, answer) {
+  for (let polls = 0; polls < MOST_COST_POLLS; polls += 1) {
+    await pause(COST_POLL_MS, place.signal);
+    if (place.signal.aborted) return;
+    const prediction = await call(answer.path, { signal: place.signal }).catch(() => null);
+    if (prediction?.metrics.cost_usd === undefined) continue;
+    answer.facts = answer.factsOf(prediction);
+    if (!place.running) show(place);
+    return;
+  }
 }
 
 async function stream(place, answer, live, waiting) {
@@ -204,7 +221,10 @@ async function stream(place, answer, live, waiting) {
   if (typeof prediction.output === "string") answer.content = prediction.output;
   if (prediction.error) answer.error = prediction.error;
   answer.isStopped = prediction.status === "canceled";
-  answer.facts = factsOf(prediction, chat.body, firstMs, answer.content);
+  const { body } = chat;
+  answer.path = path;
+  answer.factsOf = (ended) => factsOf(ended, body, firstMs, answer.content);
+  answer.facts = answer.factsOf(prediction);
 }
 
 function factsOf({ id, status, metrics }, { input }, firstMs, content) {

@@ -1,5 +1,7 @@
 // Builds elements. Text is always a text node: text of models, callers and files is not markup.
 
+/** Longest text, in characters, that a cell of a list never breaks. */
+const SHORT = 16;
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
@@ -115,6 +117,7 @@ export function listing(caption, heads, rows) {
   for (const row of made.querySelectorAll("tbody tr")) {
     [...row.cells].forEach((cell, at) => {
       cell.dataset.head = heads[at];
+      if (cell.textContent.length <= SHORT) cell.classList.add("whole");
     });
   }
   return made;

@@ -16,6 +16,8 @@ const KINDS = {
   canceled: "Canceled",
 };
 const HEADS = ["position", "model", "kind", "items", "quantity", "unit", "unit_price_usd", "price_per", "charged_share", "amount_usd"];
+const COLUMNS = ["Invoice", "Customer", "State"];
+const AMOUNTS = ["Before tax", "Tax", "Amount due"];
 const whole = new Intl.NumberFormat("en-US");
 
 /** Shows the view. */
@@ -93,22 +95,22 @@ function list(data, month) {
     h(
       "tr",
       {},
-      h("th", { scope: "row" }, h("a", { href: `#invoices/${month}/${encodeURIComponent(one.number)}` }, one.number)),
-      h("td", {}, one.tenant),
-      h("td", {}, badge(one.is_final ? "final" : "preliminary")),
-      amounts(one).map((amount) => h("td", { class: "number" }, usd(amount))),
+      h("th", { scope: "row", "data-head": COLUMNS[0] }, h("a", { href: `#invoices/${month}/${encodeURIComponent(one.number)}` }, one.number)),
+      h("td", { "data-head": COLUMNS[1] }, one.tenant),
+      h("td", { "data-head": COLUMNS[2] }, badge(one.is_final ? "final" : "preliminary")),
+      amounts(one).map((amount, at) => h("td", { class: "number", "data-head": AMOUNTS[at] }, usd(amount))),
     ),
   );
-  const heads = ["Invoice", "Customer", "State"].map((text) => h("th", { scope: "col" }, text));
-  const numbers = ["Before tax", "Tax", "Amount due"].map((text) => h("th", { scope: "col", class: "number" }, text));
-  const totals = numbers.map((_, at) => h("td", { class: "number" }, usd(sumOf(data.map((one) => amounts(one)[at])))));
+  const heads = COLUMNS.map((text) => h("th", { scope: "col" }, text));
+  const numbers = AMOUNTS.map((text) => h("th", { scope: "col", class: "number" }, text));
+  const totals = AMOUNTS.map((head, at) => h("td", { class: "number", "data-head": head }, usd(sumOf(data.map((one) => amounts(one)[at])))));
   const foot = data.length > 1 && h("tfoot", {}, h("tr", {}, h("th", { scope: "row", colspan: heads.length }, "Total"), totals));
   return h(
     "div",
     { class: "data" },
     h(
       "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Invoices" },
+      { class: "scroll sheet-lines", tabindex: 0, role: "region", "aria-label": "Invoices" },
       h("table", {}, h("thead", {}, h("tr", {}, heads, numbers)), h("tbody", {}, rows), foot || null),
     ),
   );
@@ -168,12 +170,12 @@ function table({ lines, total_usd: total, net_usd: net, tax, due_usd: due }) {
     { class: "data" },
     h(
       "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": "Lines" },
+      { class: "scroll sheet-lines", tabindex: 0, role: "region", "aria-label": "Lines" },
       h(
         "table",
         {},
         h("thead", {}, h("tr", {}, heads.map(([text, isNumber]) => h("th", { scope: "col", class: isNumber && "number" }, text)))),
-        h("tbody", {}, lines.map((line) => h("tr", {}, cells(line).map(([words, isNumber], at) => h(at ? "td" : "th", { class: isNumber ? "number" : "words", scope: at ? null : "row" }, words))))),
+        h("tbody", {}, lines.map((line) => h("tr", {}, cells(line).map(([words, isNumber], at) => h(at ? "td" : "th", { class: isNumber ? "number" : "words", scope: at ? null : "row", "data-head": heads[at][0] }, words))))),
         h("tfoot", {}, row("Total of the lines", usd(total)), tax && row("Rounded to a cent", usd(net)), tax && row(`${tax.name}, ${tax.percent} %`, usd(tax.amount_usd)), row(tax ? "Amount due" : "Amount due, rounded to a cent", usd(due))),
       ),
     ),

@@ -2,7 +2,7 @@
 
 import { adminPage, field } from "./admin.js";
 import { call } from "./api.js";
-import { badge, button, copyButton, failure, h, keepFocus, put, say, table } from "./dom.js";
+import { badge, button, copyButton, failure, h, keepFocus, listing, put, say } from "./dom.js";
 import { limitWords } from "./limits.js";
 import { addressOf } from "./listing.js";
 import { moment } from "./timing.js";
@@ -65,7 +65,7 @@ async function page(params, isReadOnly, issued, load, signal) {
   const heads = ["Name", "Tenant", "Key", "State", "Scopes", "Models", "Limits", "Created", !isReadOnly && "Last used", "Expires", !isReadOnly && ""];
   return [
     data.length
-      ? table("Keys", heads.filter((head) => head !== false), data.map((key) => row(key, isReadOnly, issued, load, signal)))
+      ? listing("Keys", heads.filter((head) => head !== false), data.map((key) => row(key, isReadOnly, issued, load, signal)))
       : h("p", { class: "note" }, "There are no keys here."),
     (after || hasMore) &&
       h(
@@ -81,9 +81,9 @@ function row(key, isReadOnly, issued, load, signal) {
   const cells = [
     key.name,
     h("a", { href: addressOf("keys", { tenant: key.tenant }) }, key.tenant),
-    h("code", {}, key.redacted_value),
+    h("code", { class: "long" }, key.redacted_value),
     badge(key.state),
-    key.scopes.join(", "),
+    h("div", { class: "scopes" }, key.scopes.map((scope) => h("span", { class: "whole" }, scope))),
     key.models ? key.models.join(", ") : "all",
     limitWords(key.limits) || "–",
     moment(key.created_at),

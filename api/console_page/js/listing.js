@@ -26,6 +26,11 @@ export function addressWith(view, params, name, value) {
   return addressOf(view, { ...filtersOf(params), [name]: value });
 }
 
+/** Whose entries a list has. */
+export async function ownScope(signal) {
+  return `Tenant ${(await call("v1/account", { signal })).username}`;
+}
+
 /** The filters in an address. */
 export function filtersOf(params) {
   return Object.fromEntries(FILTERS.map((name) => [name, params.get(name)]).filter(([, value]) => value));

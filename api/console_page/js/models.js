@@ -49,7 +49,7 @@ function priceOf(price, task, fields) {
   if (price.per_item_usd) parts.push(`${dollars(price.per_item_usd)} per result`);
   if (price.per_work_usd) parts.push(`${dollars(price.per_work_usd)} per unit of work`);
   if (price.per_second_usd) parts.push(`${dollars(price.per_second_usd)} per second of computing`);
-  if (!parts.length) return "Using it is free.";
+  if (!parts.length) return task === "custom" ? "It has no price. If it is a flow, its steps are charged." : "Using it is free.";
   return `${parts.join(", ")}. ${typical(task, inputUsd, outputUsd, pixelUsd, fields)}`;
 }
 

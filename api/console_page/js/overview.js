@@ -3,7 +3,7 @@
 
 import { ApiError, call, hasKey, reportRows } from "./api.js";
 import { chart } from "./chart.js";
-import { badge, failure, h, put, table } from "./dom.js";
+import { badge, failure, h, put } from "./dom.js";
 import { rangeChoice } from "./filters.js";
 import { addressOf, predictionHref } from "./listing.js";
 import { POLL_MS, pace, wait } from "./live.js";
@@ -26,8 +26,10 @@ const FAILED = ["failed", "expired", "refused"];
 const NO_MODEL = "(none)";
 const BY_RANGE = ["daily", "usage", "latency", "errors"];
 const LAST_HOUR = ["Errors, last hour", "p95, last hour", "Workers"];
+const QUEUE = ["Your items in flight", "Your waiting predictions", "Expected wait (estimate)", "Throughput"];
 const COUNT_MS = 10_000;
 const MOST_QUEUES = 15;
+const LONG_NAME = 32;
 const MOST_TRIES = 10;
 const PAUSE_MS = 1000;
 
@@ -104,18 +106,28 @@ function repeat(work, everyMs, signal) {
 
 async function followQueue(place, { isAdmin, tenant, seen }, signal) {
   const told = h("div");
-  const heads = ["Model", "Queue", "Your items in flight", "Your waiting predictions", "Expected wait (estimate)", "Throughput", ...(isAdmin ? LAST_HOUR : [])];
-  const queues = table("Queue and workers now", heads, []);
-  const body = queues.querySelector("tbody");
-  const others = h("div");
-  put(place, h("h2", {}, "Now"), h("p", { class: "muted" }, aboutNow(isAdmin, tenant)), told, queues, others);
+  const body = h("tbody");
+  const words = h("span", { class: "muted" });
+  const all = h("button", { type: "button", class: "quiet" });
+  const pager = h("div", { class: "pager no-print", hidden: true }, words, all);
+  put(place, h("h2", {}, "Now"), h("p", { class: "muted" }, aboutNow(isAdmin, tenant)), told, h("div", { class: "data" }, queueTable(isAdmin, body), pager));
+  let statuses = [];
+  let isOpen = false;
+  const draw = () => {
+    const shown = isOpen ? statuses : statuses.slice(0, MOST_QUEUES);
+    put(body, shown.map((status) => queueRow(status, isAdmin, seen)));
+    pager.hidden = statuses.length <= MOST_QUEUES;
+    words.textContent = isOpen ? `${count(statuses.length)} models` : `${count(shown.length)} of ${count(statuses.length)} models: those that are busy or failing first`;
+    all.textContent = isOpen ? `Show ${MOST_QUEUES}` : "Show all";
+  };
+  all.addEventListener("click", () => {
+    isOpen = !isOpen;
+    draw();
+  });
   const poll = async () => {
     try {
-      const { data } = await call("v1/status", { signal });
-      data.sort((one, other) => other.is_busy - one.is_busy || other.your_items_in_flight - one.your_items_in_flight);
-      put(body, data.slice(0, MOST_QUEUES).map((status) => queueRow(status, isAdmin, seen)));
-      // Not replaced while the keyboard is on its link.
-      if (!others.contains(document.activeElement)) put(others, otherQueues(data.length));
+      statuses = mostUrgent((await call("v1/status", { signal })).data, seen);
+      draw();
       put(told);
     } catch (error) {
       if (!signal.aborted) put(told, failure(error));
@@ -145,15 +157,26 @@ async function waitingPredictions(signal) {
   }
 }
 
-function otherQueues(models) {
-  if (models <= MOST_QUEUES) return null;
-  return h("p", { class: "muted" }, `${count(models - MOST_QUEUES)} less busy models are in `, h("a", { href: "#live" }, "Live"), ".");
+/** Models that are busy, that predictions wait for, or that fail come first. */
+function mostUrgent(statuses, { lastHour, waiting }) {
+  const isBusy = ({ model, is_busy: busy }) => Number(busy || waiting?.counts.has(model) || false);
+  const errors = ({ model }) => lastHour?.get(model)?.errors ?? 0;
+  return statuses.sort((one, other) => isBusy(other) - isBusy(one) || errors(other) - errors(one) || other.your_items_in_flight - one.your_items_in_flight);
+}
+
+function queueTable(isAdmin, body) {
+  const head = (text) => h("th", { scope: "col", class: text !== "Model" && text !== "Queue" && "number" }, text);
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": "Queue and workers now" },
+    h("table", {}, h("thead", {}, h("tr", {}, ["Model", "Queue", ...(isAdmin ? LAST_HOUR : []), ...QUEUE].map(head))), body),
+  );
 }
 
 function aboutNow(isAdmin, tenant) {
-  const queue = `Updated every ${POLL_MS / 1000} s by the API instance that responds. Items in flight and waits are for tenant ${tenant}.`;
+  const queue = `Updated every ${POLL_MS / 1000} s by the API instance that responds. Items in flight and waits are for tenant ${tenant}; “–” means not known.`;
   return isAdmin
-    ? `${queue} The last three columns are for all tenants, counted every minute. Workers are those that ran batches in this hour or the previous one.`
+    ? `${queue} Errors, p95, and workers are for all tenants, counted every minute. Workers are those that ran batches in this hour or the previous one.`
     : `${queue} Only keys with the admin scope see the number of workers.`;
 }
 
@@ -161,17 +184,22 @@ function queueRow(status, isAdmin, { lastHour, waiting }) {
   const waits = waiting?.counts.get(status.model) ?? 0;
   // Others than the newest were not counted.
   const isUnknown = waiting !== null && !waiting.isAll && !waits;
-  const cells = [
-    status.model,
-    badge(status.is_busy || waits ? "busy" : isUnknown ? "unknown" : "idle"),
+  // Predictions wait in the broker, which this estimate does not cover.
+  const expectedS = waits || isUnknown ? null : status.expected_wait_s;
+  const numbers = [
+    ...(isAdmin ? lastHourCells(lastHour?.get(status.model), lastHour !== null) : []),
     count(status.your_items_in_flight),
     waiting && !isUnknown ? waitingLink(status.model, waits, waiting.isAll) : "–",
-    // Predictions wait in the broker, which this estimate does not cover.
-    wait(waits || isUnknown ? null : status.expected_wait_s),
-    pace(status.items_per_s),
-    ...(isAdmin ? lastHourCells(lastHour?.get(status.model), lastHour !== null) : []),
+    expectedS === null ? h("span", { title: wait(null) }, "–") : wait(expectedS),
+    status.items_per_s === null ? h("span", { title: pace(null) }, "–") : pace(status.items_per_s),
   ];
-  return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+  return h(
+    "tr",
+    {},
+    h("th", { scope: "row", class: status.model.length > LONG_NAME ? "words wraps" : "words" }, status.model),
+    h("td", {}, badge(status.is_busy || waits ? "busy" : isUnknown ? "unknown" : "idle")),
+    numbers.map((cell) => h("td", { class: "number" }, cell)),
+  );
 }
 
 function waitingLink(model, waits, isAll) {

@@ -2,7 +2,7 @@
 
 import { adminPage, field, plansByName } from "./admin.js";
 import { call } from "./api.js";
-import { button, failure, h, put, sayThenOpen, table } from "./dom.js";
+import { button, failure, h, listing, put, sayThenOpen } from "./dom.js";
 import { limitWords, planFields } from "./limits.js";
 import { dollars } from "./money.js";
 
@@ -38,7 +38,7 @@ function list(plans, users, isReadOnly, told, signal) {
     ];
     return isReadOnly ? cells : [...cells, removal(name, told, signal)];
   });
-  return table("Plans", ["Plan", "Tenants", "Budget per month", "Other limits and terms", ...(isReadOnly ? [] : [""])], rows);
+  return listing("Plans", ["Plan", "Tenants", "Budget per month", "Other limits and terms", ...(isReadOnly ? [] : [""])], rows);
 }
 
 function removal(name, told, signal) {

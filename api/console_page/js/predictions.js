@@ -5,7 +5,7 @@ import { call } from "./api.js";
 import { badge, button, h, keepFocus, listing, put, say, sayThenOpen, table } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
 import { againLink, summary } from "./history.js";
-import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { filtersOf, keepFocusOn, keyLink, listControls, ownScope, pageLinks, queryOf } from "./listing.js";
 import { aligned, dollars } from "./money.js";
 import { modelOf, obstaclesOf } from "./replay.js";
 import { resultOf } from "./results.js";
@@ -27,10 +27,11 @@ export async function show(place, [id], signal, params) {
 async function list(place, signal, params) {
   const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
   const again = () => fill(rows, params, again, signal);
+  const [scope, controls] = await Promise.all([ownScope(signal), listControls(VIEW, "Prediction", params, STATES, signal)]);
   put(
     place,
-    h("div", { class: "row between" }, h("h1", {}, "Predictions"), button("Reload", again)),
-    await listControls(VIEW, "Prediction", params, STATES, signal),
+    h("div", { class: "row between" }, h("div", {}, h("h1", {}, "Predictions"), h("p", { class: "scope" }, scope)), button("Reload", again)),
+    controls,
     rows,
   );
   await again();

@@ -2,7 +2,7 @@
 
 import { adminPage, field, plansByName } from "./admin.js";
 import { call, reportRows } from "./api.js";
-import { badge, button, failure, h, keepFocus, put, say, table } from "./dom.js";
+import { badge, button, failure, h, keepFocus, listing, put, say } from "./dom.js";
 import { addressOf } from "./listing.js";
 import { dollars } from "./money.js";
 import { today } from "./ranges.js";
@@ -62,7 +62,7 @@ async function spending(signal) {
 function list(tenants, plans, spent, isReadOnly, acts, told) {
   if (!tenants.length) return h("p", { class: "note" }, "There are no tenants yet.");
   const heads = ["Tenant", "State", "Plan", "Budget per month", ...(spent.error ? [] : ["Spent this month", "End of the month (estimate)"])];
-  return table(
+  return listing(
     "Tenants",
     heads,
     tenants.map((tenant) => row(tenant, plans, spent, isReadOnly, acts, told)),

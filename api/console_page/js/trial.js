@@ -70,7 +70,7 @@ function selectOf(models, chosen) {
 function formWithResults(model, schema, signal, input) {
   const { element, read, source, fill, edit } = formOf(schema);
   if (input) fill(input);
-  const outcome = h("div", { class: "outcome" }, h("p", { class: "note" }, "The result appears here. The form has an example: press Run."));
+  const outcome = h("div", { class: "outcome" }, h("p", { class: "note" }, `The result appears here. ${isFilled(element) ? "The form has an example: press Run." : "Fill in the form, then press Run."}`));
   const earlier = h("div", { class: "stack" });
   const run = h("button", { class: "main" }, "Run");
   const submit = async (event) => {
@@ -95,6 +95,9 @@ function formWithResults(model, schema, signal, input) {
   );
 }
 
+/** True if no required field is empty. */
+const isFilled = (form) => [...form.querySelectorAll("[required]")].every((control) => control.value);
+
 /** Moves the last result below the next one, so that they can be compared. */
 function keep(outcome, earlier) {
   const last = outcome.querySelector(".result");
@@ -114,6 +117,8 @@ function sourceOf(file, signal) {
 async function predict(body, before, outcome, edit, signal) {
   say("Sent.");
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
+  // On a phone, the result is below a long form.
+  outcome.scrollIntoView({ block: "nearest" });
   const created = await call("v1/predictions", { method: "POST", body, signal });
   remember(created, body.version);
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;

@@ -126,6 +126,8 @@ async def test_pages_seconds_and_characters_are_lines_with_their_unit(
             cells = sheet.get_by_role("row").filter(has_text=f"reads-{unit}")
             await expect(cells).to_contain_text(f"1,500 {unit}")
             await expect(cells).to_contain_text(f"${price_usd} per {unit.removesuffix('s')}")
+        lines_of_sheet = page.get_by_role("region", name="Lines")
+        assert await lines_of_sheet.evaluate("table => table.scrollWidth <= table.clientWidth")
 
 
 @pytest.mark.parametrize(

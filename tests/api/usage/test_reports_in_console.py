@@ -3,45 +3,31 @@
 import csv
 import io
 import re
-import shutil
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import duckdb
 import pytest
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, expect
 
 from tests.api.usage.test_reports import FOR_TENANTS, traffic
 from tests.api.usage.world import World
+from tests.browser import needs_chromium, opened_page
 from tests.keys import key_for
-from tests.limits import WAIT_LIMIT_S
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.anyio,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, needs_chromium]
 DOLLARS = re.compile(r"\$[\d,]+\.\d+")
 
 
 @pytest.fixture
 async def page(world: World) -> AsyncIterator[Page]:
-    told: list[str] = []
-    async with async_playwright() as playwright:
-        # The sandbox needs permissions that containers lack. Only our own pages are opened.
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = await browser.new_page(viewport={"width": 360, "height": 740}, timezone_id="UTC")
-        page.set_default_timeout(WAIT_LIMIT_S * 1000)
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("console", lambda message: told.append(message.text))
-        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
-        await page.goto(f"{world.apis[0].url}/console#reports")
-        yield page
-        await browser.close()
+    url, viewport = f"{world.apis[0].url}/console#reports", {"width": 360, "height": 740}
     # Chromium logs each error from the API. One is expected.
-    assert [text for text in told if "status of 400" not in text] == []
+    async with opened_page(
+        url, ignored="status of 400", viewport=viewport, timezone_id="UTC"
+    ) as page:
+        yield page
 
 
 async def log_in(page: Page, key: str) -> None:
@@ -65,7 +51,7 @@ async def test_a_tenant_reads_its_reports_on_a_phone(world: World, page: Page) -
         await expect(page.get_by_role("heading", name=owner)).to_be_visible()
     await page.get_by_role("link", name="Usage keys").click()
     await expect(page.get_by_role("heading", name="Usage keys")).to_be_visible()
-    table = page.get_by_role("region", name="Usage by API key and model, per day.")
+    table = page.get_by_role("region", name="Usage by API key, model, and day.")
     await expect(table.get_by_role("cell", name="acme").first).to_be_visible()
     await expect(page.get_by_role("cell", name="other", exact=True)).to_have_count(0)
     await expect(page.get_by_role("img", name="Cost by day")).to_be_visible()
