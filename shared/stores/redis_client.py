@@ -27,7 +27,7 @@ from prometheus_client import Counter, Gauge
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import InvalidResponse, NoScriptError, RedisError, ResponseError
 
 from shared.errors import ConfigurationError, Unavailable
 from shared.process.concurrency import backoff
@@ -45,6 +45,10 @@ ROUND_TRIP_ENTRIES = 512
 """A round trip accepts waiting calls until it has this many entries."""
 WAITING_ENTRIES = 16384
 """Maximum number of entries waiting for the next round trip. Beyond this, calls fail."""
+WAITED_TRIPS = 3
+"""How long a call may wait for its round trip to begin, in round trips of the longest duration: the
+current one, and two for earlier calls.
+"""
 
 # uvloop raises RuntimeError when writing to a closed connection.
 REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
@@ -60,6 +64,10 @@ A single failure may just be a hiccup on this machine.
 CONNECT_LIMIT_S = 1.0
 """Time limit for the background retry, which may need name resolution and a TLS handshake."""
 MAX_RETRY_S = 2.0
+_INCOMPLETE = object()
+"""hiredis's reply while the actual one is incomplete."""
+LATE_ITERATIONS = 2
+"""Event loop iterations in which replies may still be read after their time limit."""
 EVICTS_ALL = "allkeys"
 """Prefix of eviction policies that also evict keys without a TTL."""
 Argument: TypeAlias = str | bytes | float
@@ -89,15 +97,25 @@ def _read(file: PurePosixPath) -> str:
     return resources.files(package).joinpath(file.name).read_text(encoding="utf-8")
 
 
-def _stop_waiting(answers: asyncio.Future[Any]) -> None:
-    if not answers.done():
-        answers.set_result(None)
+class _Waiting(NamedTuple, Generic[Sent, Got]):
+    """A call, and when it was made, on the event loop's clock."""
+
+    entries: Sequence[Sent]
+    answers: asyncio.Future[list[Got] | None]
+    since_s: float
+
+    def answer(self, answers: list[Got] | None) -> None:
+        if not self.answers.done():
+            self.answers.set_result(answers)
 
 
 class Batcher(Generic[Sent, Got]):
     """Makes one operation's calls, one round trip at a time.
 
     Calls made during a round trip join the next one.
+
+    Args:
+        send: makes a round trip, and raises TimeoutError after `timeout_s`.
     """
 
     def __init__(
@@ -113,7 +131,7 @@ class Batcher(Generic[Sent, Got]):
         self._timeout_s = timeout_s
         self._judge = judge
         self._errors = errors
-        self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
+        self._waiting: deque[_Waiting[Sent, Got]] = deque()
         self._waiting_entries = 0
         self._trips: asyncio.Task[None] | None = None
         """Task that makes round trips while calls are waiting."""
@@ -125,18 +143,12 @@ class Batcher(Generic[Sent, Got]):
             return None
         loop = asyncio.get_running_loop()
         answers: asyncio.Future[list[Got] | None] = loop.create_future()
-        self._waiting.append((entries, answers))
+        self._waiting.append(_Waiting(entries, answers, loop.time()))
         self._waiting_entries += len(entries)
         if self._trips is None:
             # It starts in the next event loop iteration, with all the calls from this one.
             self._trips = loop.create_task(self._make_trips())
-        # Covers the current round trip, the one with this call, and two for earlier calls. A timer
-        # costs half as much as asyncio.wait, and every worker job waits here.
-        timer = loop.call_later(4 * self._timeout_s, _stop_waiting, answers)
-        try:
-            return await answers
-        finally:
-            timer.cancel()
+        return await answers
 
     async def close(self) -> None:
         """Cancels the current round trip. Its calls, and waiting calls, get no reply."""
@@ -154,22 +166,27 @@ class Batcher(Generic[Sent, Got]):
 
     async def _round_trip(self) -> None:
         calls, entries = [], list[Sent]()
+        since_s = asyncio.get_running_loop().time() - WAITED_TRIPS * self._timeout_s
         while self._waiting and len(entries) < ROUND_TRIP_ENTRIES:
-            calls.append(self._waiting.popleft())
-            entries.extend(calls[-1][0])
-        self._waiting_entries -= len(entries)
-        answers = await self._ask(entries)
+            call = self._waiting.popleft()
+            self._waiting_entries -= len(call.entries)
+            if call.since_s < since_s:
+                call.answer(None)
+                continue
+            calls.append(call)
+            entries.extend(call.entries)
+        answers = await self._ask(entries) if entries else None
         start = 0
-        for sent, future in calls:
-            if not future.done():
-                future.set_result(None if answers is None else answers[start : start + len(sent)])
-            start += len(sent)
+        for call in calls:
+            end = start + len(call.entries)
+            call.answer(None if answers is None else answers[start:end])
+            start = end
 
     async def _ask(self, entries: list[Sent]) -> list[Got] | None:
         error: Exception | None = None
         answers: list[Got] | None = None
         try:
-            answers = await within(self._timeout_s, self._send(entries))
+            answers = await self._send(entries)
         except REDIS_FAILURES as caught:
             error = caught
             self._errors.labels(self._operation).inc()
@@ -180,9 +197,7 @@ class Batcher(Generic[Sent, Got]):
     def _give_up(self) -> None:
         """Returns None to all waiting calls."""
         while self._waiting:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(None)
+            self._waiting.popleft().answer(None)
         self._waiting_entries = 0
 
 
@@ -242,6 +257,136 @@ class _PacksInC:
     def pack_commands(self, commands: Iterable[Sequence[Argument]]) -> list[bytes]:
         return [packed for words in commands for packed in self.pack_command(*words)]
 
+    def hand_over(self, protocol: asyncio.Protocol) -> asyncio.WriteTransport:
+        """Lets `protocol` receive everything from now on, in place of redis-py."""
+        transport: asyncio.WriteTransport = self._writer.transport  # type: ignore[attr-defined]
+        transport.set_protocol(protocol)
+        return transport
+
+    def parse_error(self, reply: str) -> Exception:
+        error: Exception = self._parser.parse_error(reply)  # type: ignore[attr-defined]
+        return error
+
+
+class _Channel:
+    """A connection for round trips, opened and closed by redis-py.
+
+    In between, it bypasses redis-py's and asyncio's streams, which took twice as long as everything
+    else in a round trip.
+    """
+
+    def __init__(self, connection: AbstractConnection) -> None:
+        self._connection = connection
+        self._replies: _Replies | None = None
+        """Set while the connection is open."""
+
+    async def exchange(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
+        """Sends commands together and returns their replies. Opens the connection if necessary.
+
+        A rejected command's reply is a ResponseError.
+
+        Raises:
+            RedisError, OSError: there is no connection, it was lost, or it was too slow.
+        """
+        until_s = asyncio.get_running_loop().time() + timeout_s
+        try:
+            if self._replies is None or self._replies.is_closed:
+                await self.close()
+                await within(timeout_s, self._connection.connect())  # type: ignore[no-untyped-call]
+                assert isinstance(self._connection, _PacksInC), "made by the pool; this is a bug"
+                self._replies = _Replies(self._connection)
+            data = b"".join(self._connection.pack_commands(commands))
+            return await self._replies.follow(data, len(commands), until_s)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        self._replies = None
+        await self._connection.disconnect(nowait=True)
+
+
+class _Replies(asyncio.Protocol):
+    """An open connection's replies."""
+
+    def __init__(self, connection: _PacksInC) -> None:
+        self._reader = hiredis.Reader(
+            protocolError=InvalidResponse,
+            replyError=connection.parse_error,
+            notEnoughData=_INCOMPLETE,
+        )
+        self._replies: list[Any] = []
+        self._expected = 0
+        self._arrived: asyncio.Future[list[Any]] | None = None
+        """Set while replies are expected."""
+        self._transport = connection.hand_over(self)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._transport.is_closing()
+
+    async def follow(self, data: bytes, expected: int, until_s: float) -> list[Any]:
+        """Sends commands, and returns their replies.
+
+        Args:
+            expected: number of commands.
+            until_s: time limit, on the event loop's clock.
+        """
+        loop = asyncio.get_running_loop()
+        self._replies, self._expected, self._arrived = [], expected, loop.create_future()
+        self._transport.write(data)
+        timer = loop.call_at(until_s, self._expire, LATE_ITERATIONS)
+        try:
+            return await self._arrived
+        finally:
+            timer.cancel()
+            self._arrived = None
+
+    def data_received(self, data: bytes) -> None:
+        """Collects replies. Redis may also push messages, which are ignored."""
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not _INCOMPLETE:
+                if not isinstance(reply, hiredis.PushNotification):
+                    self._collect(reply)
+        except RedisError as error:
+            self._fail(error)
+
+    def _collect(self, reply: Any) -> None:
+        """Adds a reply.
+
+        Raises:
+            RedisError: the connection can't be used.
+        """
+        if self._arrived is None or len(self._replies) == self._expected:
+            raise InvalidResponse("Redis sent a reply without a command")
+        if isinstance(reply, redis.ConnectionError):  # for example, Redis is loading its data
+            raise reply
+        self._replies.append(reply)
+        if len(self._replies) == self._expected and not self._arrived.done():
+            self._arrived.set_result(self._replies)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called when the connection is closed, by either side."""
+        self._fail(exc or ConnectionResetError("Redis closed the connection"))
+
+    def _fail(self, error: Exception) -> None:
+        self._transport.close()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_exception(error)
+
+    def _expire(self, iterations: int) -> None:
+        """Fails a round trip that has taken too long, unless its replies have just arrived.
+
+        If this process has stalled, the timer runs before the replies are read.
+        """
+        if self._arrived is None or self._arrived.done():
+            return
+        if iterations:
+            asyncio.get_running_loop().call_soon(self._expire, iterations - 1)
+        else:
+            self._fail(TimeoutError("Redis did not respond in time"))
+
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
     """Returns the reason this Redis instance might drop keys without a TTL. Empty if it keeps them.
@@ -297,7 +442,7 @@ class RedisLink:
         self._up = asyncio.Event()
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
-        self._idle: list[AbstractConnection] = []
+        self._idle: list[_Channel] = []
         """Connections for round trips: at most as many as have ever been used concurrently."""
 
     def batcher(
@@ -324,8 +469,8 @@ class RedisLink:
         closing = (self._recovering, *(batcher.close() for batcher in self._batchers))
         await asyncio.gather(*closing, return_exceptions=True)
         self._up.clear()
-        for connection in self._idle:
-            await connection.disconnect(nowait=True)
+        for channel in self._idle:
+            await channel.close()
         self._idle.clear()
         await self.client.aclose()
 
@@ -339,31 +484,18 @@ class RedisLink:
             RedisError, OSError: there is no connection, or it was lost.
         """
         pool = self.client.connection_pool
-        connection: AbstractConnection = (
-            self._idle.pop() if self._idle else pool.make_connection()  # type: ignore[no-untyped-call]
-        )
+        channel = self._idle.pop() if self._idle else _Channel(pool.make_connection())  # type: ignore[no-untyped-call]
         try:
-            if connection.is_connected and await connection.can_read():  # Redis has closed it
-                await connection.disconnect(nowait=True)
-            if not connection.is_connected:
-                await connection.connect()  # type: ignore[no-untyped-call]
-            packed = connection.pack_commands(commands)
-            await connection.send_packed_command(packed, check_health=False)
-            answers = [await self._answer(connection, words[0]) for words in commands]
-        except BaseException:
-            await connection.disconnect(nowait=True)
-            raise
+            answers = await channel.exchange(commands, self._timeout_s)
         finally:
-            self._idle.append(connection)
-        return answers
+            self._idle.append(channel)
+        return [
+            self._shape(answer, words[0]) for answer, words in zip(answers, commands, strict=True)
+        ]
 
-    async def _answer(self, connection: AbstractConnection, command: Argument) -> Any:
-        try:
-            answer = await connection.read_response()
-        except ResponseError as refusal:
-            return refusal
+    def _shape(self, answer: Any, command: Argument) -> Any:
         shape = self.client.response_callbacks.get(str(command))
-        return answer if shape is None else shape(answer)
+        return answer if shape is None or isinstance(answer, ResponseError) else shape(answer)
 
     async def run_script(
         self, script: Script, keys: Sequence[str], args: Sequence[Argument]
