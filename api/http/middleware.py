@@ -21,7 +21,7 @@ import re
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -384,20 +384,24 @@ class _Exchange:
         self._bodies.hold(self._holder, size_bytes - self._held_bytes)
         self._held_bytes = size_bytes
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        # Not a coroutine, because a streamed response sends many messages.
         if message["type"] == "http.response.start":
-            self._status = message["status"]
-            if self._status >= 400:
-                self._count_error()
-            context = self.context
-            ours = {
-                "x-request-id": context.shown_id,
-                "x-penstock-total-ms": f"{context.total_ms:.2f}",
-            }
-            pairs = (context.headers | ours).items()
-            added = [(name.encode(), value.encode()) for name, value in pairs]
-            message["headers"] = [*message["headers"], *added]
-        await self._send(message)
+            self._add_headers(message)
+        return self._send(message)
+
+    def _add_headers(self, message: Message) -> None:
+        self._status = message["status"]
+        if self._status >= 400:
+            self._count_error()
+        context = self.context
+        ours = {
+            "x-request-id": context.shown_id,
+            "x-penstock-total-ms": f"{context.total_ms:.2f}",
+        }
+        pairs = (context.headers | ours).items()
+        added = [(name.encode(), value.encode()) for name, value in pairs]
+        message["headers"] = [*message["headers"], *added]
 
     async def answer_unexpected(self, error: Exception) -> None:
         if self._status:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple
@@ -75,6 +76,8 @@ from shared.models.tasks.text import GenerationResult
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
+_MARK = "\x00text\x00"
+"""Stands for a text in an event. No ID or name contains it."""
 
 StartingAfter = Annotated[
     str, Query(description="Like `Last-Event-ID`: sends only events after this one.")
@@ -98,6 +101,12 @@ class _TextEvents(StreamShape, Generic[B]):
         self._model = model
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """The parts of a text's event before and after the text, by generation."""
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice | CompletionChoice:
+        """Returns a choice with only a text."""
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the token counts, if they were requested."""
@@ -108,6 +117,15 @@ class _TextEvents(StreamShape, Generic[B]):
 
     def failure(self, error: PenstockError) -> bytes:
         return failure_event(error)
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Returns the event for a text. Everything else in it is encoded only once."""
+        if index not in self._frames:
+            event = self._chunk(self._text_choice(index, _MARK))
+            before, after = event.split(_encode(_MARK))
+            self._frames[index] = before, after
+        before, after = self._frames[index]
+        return before + _encode(text) + after
 
     def _chunk(self, choice: ChatChunkChoice | CompletionChoice) -> bytes:
         return self._event([choice], None if self._has_usage else msgspec.UNSET)
@@ -145,9 +163,12 @@ class ChatEvents(_TextEvents[ChatBody]):
             return self._chunk(ChatChunkChoice(index, ChatDelta(tool_calls=[call]), encoded))
         if self._has_tools:
             text = extract_message_text(added.now)[len(extract_message_text(added.before)) :]
-        if not text and encoded is None:
-            return None
-        return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
+        if encoded is not None:
+            return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
+        return self._text(index, text) if text else None
+
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content=text))
 
     def _call_delta(self, added: AddedText) -> dict[str, object] | None:
         """Returns the text added to the first tool call."""
@@ -189,9 +210,12 @@ class CompletionEvents(_TextEvents[CompletionBody]):
         encoded = None
         if self._body.logprobs is not None and added.logprobs:
             encoded = completion_logprobs(added.logprobs, len(added.before))
-        if not added.text and encoded is None:
-            return None
-        return self._chunk(CompletionChoice(added.generation, added.text, None, encoded))
+        if encoded is not None:
+            return self._chunk(CompletionChoice(added.generation, added.text, None, encoded))
+        return self._text(added.generation, added.text) if added.text else None
+
+    def _text_choice(self, index: int, text: str) -> CompletionChoice:
+        return CompletionChoice(index, text, None)
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the event with the finish reason."""

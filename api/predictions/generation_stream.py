@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import re
 import time
@@ -344,12 +343,27 @@ class GenerationStreams:
         *,
         stays: bool,
     ) -> AsyncGenerator[bytes]:
-        watch = _Watch(check)
+        watch, until_s = _Watch(check), time.monotonic() + MAX_S
         prediction, is_done = snapshot.prediction, False
+        every_s = watch.every_s if stream.logs_seen is None else LOGS_EVERY_S
+        following = self._reader.follow(prediction.record, len(stream.generations), every_s)
         try:
             try:
-                async for event in self._events(snapshot, stream, watch):
-                    stream.has_begun |= event != stream.heartbeat
+                # Not in a generator of its own, because every event would pass through it.
+                async with contextlib.aclosing(following) as news:
+                    async for chunks in news:
+                        if stream.is_log_due():
+                            snapshot = await self._predictions.refresh(snapshot)
+                        for event in stream.take(snapshot, chunks):
+                            stream.has_begun = True
+                            yield event
+                        if watch.is_heartbeat_due(is_silent=not chunks):
+                            yield stream.heartbeat
+                        is_late = time.time() > prediction.deadline_s + GRACE_S
+                        is_over = any(tokens.is_over for tokens in chunks.values())
+                        if is_late or is_over or time.monotonic() > until_s:
+                            break
+                async for event in self._end(snapshot, stream, watch, until_s):
                     yield event
                 # If its reader can reconnect, the stream may end before the generations do.
                 if not stream.is_ended and not stays and not stream.has_ids:
@@ -365,33 +379,20 @@ class GenerationStreams:
                 after_s = READER_S if watch.has_refused else stream.waits_for_reader_s
                 self.leave(prediction, after_s)
 
-    async def _events(
-        self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch
+    async def _end(
+        self, snapshot: PredictionSnapshot, stream: _Stream, watch: _Watch, until_s: float
     ) -> AsyncGenerator[bytes]:
-        prediction, until_s = snapshot.prediction, time.monotonic() + MAX_S
-        every_s = watch.every_s if stream.logs_seen is None else LOGS_EVERY_S
-        following = self._reader.follow(prediction.record, len(stream.generations), every_s)
-        async with contextlib.aclosing(following) as news:
-            async for chunks in news:
-                if stream.is_log_due():
-                    snapshot = await self._predictions.refresh(snapshot)
-                for event in chain(stream.log(snapshot), stream.read_all(chunks)):
+        """Yields the last events, once the record has ended. None if that takes too long."""
+        while time.monotonic() <= until_s:
+            # An older snapshot if Redis isn't responding.
+            snapshot = await self._predictions.refresh(snapshot)
+            if snapshot.record.is_over:
+                for event in chain(stream.log(snapshot), stream.end(snapshot)):
+                    stream.has_begun = True
                     yield event
-                if watch.is_heartbeat_due(is_silent=not chunks):
-                    yield stream.heartbeat
-                is_late = time.time() > prediction.deadline_s + GRACE_S
-                if is_late or any(tokens.is_over for tokens in chunks.values()):
-                    break
-                if time.monotonic() > until_s:
-                    return
-        # An older snapshot if Redis isn't responding.
-        while not (snapshot := await self._predictions.refresh(snapshot)).record.is_over:
-            if time.monotonic() > until_s:
                 return
             watch.is_heartbeat_due(is_silent=True)
             await asyncio.sleep(1.0)
-        for event in chain(stream.log(snapshot), stream.end(snapshot)):
-            yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
         """Cancels a prediction after a delay, unless someone is reading its tokens by then.
@@ -516,8 +517,10 @@ class _Stream:
             return 0.0
         return LEFT_S
 
-    def read_all(self, news: Mapping[int, Tokens]) -> Iterator[bytes]:
-        """Returns the events for several generations' new tokens."""
+    def take(self, snapshot: PredictionSnapshot, news: Mapping[int, Tokens]) -> Iterator[bytes]:
+        """Returns the events for printed text and for several generations' new tokens."""
+        if self.logs_seen is not None:
+            yield from self.log(snapshot)
         for index, tokens in news.items():
             yield from self.read(index, tokens.chunks)
 
@@ -532,9 +535,10 @@ class _Stream:
     def read(self, index: int, chunks: Sequence[Chunk]) -> Iterator[bytes]:
         """Returns the events for a generation's new tokens."""
         generation = self.generations[index]
-        if chunks or not self._is_new:
+        if not generation.is_open and (chunks or not self._is_new):
             yield from self._open(index, _prompt_before(chunks))
-        for chunk in itertools.chain.from_iterable(map(self._parts, chunks)):
+        parts = chain.from_iterable(map(self._parts, chunks)) if self._has_elements else chunks
+        for chunk in parts:
             if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
                 raise StreamLost(
                     "Last-Event-ID does not belong to this stream; fetch the full completion"
@@ -609,7 +613,7 @@ class _Stream:
         """
         generation = self.generations[index]
         rest = TokenChunk(generation.tokens, [], result.text[len(generation.text) :])
-        for part in self._parts(rest):
+        for part in self._parts(rest) if self._has_elements else (rest,):
             before = generation.text
             generation.tokens = part.end if self._has_elements else result.streamed_tokens
             generation.text += part.text
@@ -622,10 +626,7 @@ class _Stream:
                 yield self._with_id(event)
 
     def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
-        """Splits a chunk into parts, each sent as a separate event."""
-        if not self._has_elements:
-            yield chunk
-            return
+        """Splits a chunk into elements, each sent as a separate event."""
         for number, line in enumerate(chunk.text.split("\n")[:-1], chunk.first):
             yield PieceChunk(number, f"{line}\n", [len(line) + 1])
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
@@ -56,6 +57,8 @@ MAX_GAP_S = 0.5
 """Maximum pause between polls, no matter how slow the model is."""
 FIRST_SHARE = 0.05
 """Maximum pause between polls before the first token, as a fraction of the time waited so far."""
+EARLY_SHARE = 0.001
+"""How much earlier a check may be, as a fraction of a pause, because times are rounded."""
 MAX_IN_A_ROUND_TRIP = 128
 
 log = logging.getLogger(__name__)
@@ -200,37 +203,70 @@ class ReadPace:
     """
 
     def __init__(self, began_s: float) -> None:
-        self._began_s = self._last_check_s = began_s
+        self._began_s = self.due_s = began_s
         self._found_s: float | None = None
         self._gaps_s = (0.0, 0.0)
 
     def record_check(self, now_s: float, *, has_tokens: bool) -> None:
         """Records a check, and whether it found tokens."""
-        self._last_check_s = now_s
-        if not has_tokens:
-            return
-        if self._found_s is not None:
-            self._gaps_s = (self._gaps_s[1], now_s - self._found_s)
-        self._found_s = now_s
-
-    def is_due(self, now_s: float) -> bool:
-        """Returns whether it is time to check."""
-        if self._found_s is None:
+        if has_tokens:
+            if self._found_s is not None:
+                self._gaps_s = (self._gaps_s[1], now_s - self._found_s)
+            self._found_s = now_s
+            self.due_s = now_s + SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
+        elif self._found_s is None:
             pause_s, limit_s = READ_EVERY_S, min(FIRST_SHARE * (now_s - self._began_s), MAX_GAP_S)
             while 2 * pause_s <= limit_s:
                 pause_s *= 2
-            # Readers check at multiples of their pauses, so that they share round trips.
-            return pause_s == READ_EVERY_S or now_s // pause_s > self._last_check_s // pause_s
-        return now_s >= self._found_s + SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
+            if pause_s > READ_EVERY_S:
+                # Readers check at multiples of their pauses, so that they share round trips.
+                self.due_s = (math.floor(now_s / pause_s + EARLY_SHARE) + 1 - EARLY_SHARE) * pause_s
+
+    def is_due(self, now_s: float) -> bool:
+        """Returns whether it is time to check."""
+        return now_s >= self.due_s
+
+
+class _News:
+    """Wakes a follower when there are new tokens, or after `limit_s` without any.
+
+    The timer is not restarted for each token, because that costs more than waiting for the token.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit_s = limit_s
+        self._since_s = self._loop.time()
+        self._arrived: asyncio.Future[None] = self._loop.create_future()
+        self._timer = self._loop.call_later(limit_s, self._check_limit)
+
+    async def wait(self) -> None:
+        self._since_s = self._loop.time()
+        await self._arrived
+        self._arrived = self._loop.create_future()
+
+    def announce(self) -> None:
+        if not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _check_limit(self) -> None:
+        left_s = self._since_s + self._limit_s - self._loop.time()
+        if left_s <= 0:
+            self.announce()
+            left_s = self._limit_s
+        self._timer = self._loop.call_later(left_s, self._check_limit)
 
 
 class _Reader:
     """An item being read. `tokens` are waiting to be taken."""
 
-    def __init__(self, record: str, item: int, has_news: asyncio.Event) -> None:
+    def __init__(self, record: str, item: int, news: _News) -> None:
         self.record = record
         self.item = item
-        self.has_news = has_news
+        self.news = news
         self.end = 0
         self.tokens: Tokens | None = None
         self.pace = ReadPace(time.monotonic())
@@ -253,6 +289,8 @@ class TokenReader:
         self._streams = streams
         self._readers: set[_Reader] = set()
         self._reading: asyncio.Task[None] | None = None
+        self._has_joined = asyncio.Event()
+        """Set when there is a new reader."""
         self._marked_s: dict[str, float] = {}
 
     @property
@@ -269,28 +307,28 @@ class TokenReader:
             limit_s: an empty result is yielded whenever this many seconds pass without new tokens.
                 While Redis is unreachable, there are no new tokens.
         """
-        loop, has_news = asyncio.get_running_loop(), asyncio.Event()
-        mine = {_Reader(record, item, has_news) for item in range(items)}
-        self._readers |= mine
+        news = _News(limit_s)
+        mine = [_Reader(record, item, news) for item in range(items)]
+        self._readers.update(mine)
+        self._has_joined.set()
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_all())
         try:
-            while mine & self._readers:
-                # Costs a third as much as asyncio.timeout, and every stream event waits here.
-                timer = loop.call_later(limit_s, has_news.set)
-                try:
-                    await has_news.wait()
-                finally:
-                    timer.cancel()
-                has_news.clear()
-                news = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
-                self._readers -= {reader for reader, tokens in news.items() if tokens.is_over}
-                yield {reader.item: tokens for reader, tokens in news.items()}
+            while mine:
+                await news.wait()
+                found = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
+                for reader, tokens in found.items():
+                    if tokens.is_over:
+                        mine.remove(reader)
+                        self._readers.discard(reader)
+                yield {reader.item: tokens for reader, tokens in found.items()}
         finally:
-            self._readers -= mine
+            news.close()
+            self._readers.difference_update(mine)
 
     async def _read_all(self) -> None:
         while self._readers:
+            self._has_joined.clear()
             began_s = time.monotonic()
             due = [
                 reader
@@ -299,7 +337,18 @@ class TokenReader:
             ]
             for first in range(0, len(due), MAX_IN_A_ROUND_TRIP):
                 await self._read(due[first : first + MAX_IN_A_ROUND_TRIP])
-            await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
+            await self._rest(began_s)
+
+    async def _rest(self, began_s: float) -> None:
+        """Waits for the next turn in which a reader is due, or until a reader joins."""
+        due_s = min((reader.pace.due_s for reader in self._readers), default=0.0)
+        turns = math.ceil((due_s - began_s) / READ_EVERY_S)
+        if turns > 1:
+            left_s = began_s + turns * READ_EVERY_S - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(left_s, self._has_joined.set)
+            await self._has_joined.wait()
+            timer.cancel()
+        await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
 
     async def _read(self, due: list[_Reader]) -> None:
         try:
@@ -316,7 +365,7 @@ class TokenReader:
             reader.pace.record_check(now_s, has_tokens=has_tokens)
             if has_tokens:
                 reader.tokens = tokens
-                reader.has_news.set()
+                reader.news.announce()
 
     async def _mark(self, records: set[str]) -> None:
         """Marks the records as being read, at intervals."""
