@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +77,7 @@ class EngineRequest:
     allowed: NDArray[np.bool_] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Reply:
     """A reply, or part of a stream.
 
@@ -151,15 +151,20 @@ class EngineDialect(ABC):
         """
 
 
-async def read_events(response: EngineResponse) -> AsyncIterator[list[bytes]]:
-    """Yields the data of server-sent events, one line each, in lists that arrived together."""
-    buffer = b""
-    while part := await response.read_part():
-        *lines, buffer = (buffer + part).split(b"\n")
-        events = []
-        for line in lines:
-            kind, _, value = line.partition(b": ")
-            if kind in (b"data", b"error") and value != b"[DONE]":
-                events.append(value)
-        if events:
-            yield events
+class EventReader:
+    """Reads the data of a response's server-sent events, one line each."""
+
+    def __init__(self, response: EngineResponse) -> None:
+        self._response = response
+        self._buffer = b""
+
+    async def read(self) -> list[bytes]:
+        """Returns the next events, which arrived together. Empty if the stream has ended."""
+        events: list[bytes] = []
+        while not events and (part := await self._response.read_part()):
+            *lines, self._buffer = (self._buffer + part).split(b"\n")
+            for line in lines:
+                kind, _, value = line.partition(b": ")
+                if kind in (b"data", b"error") and value != b"[DONE]":
+                    events.append(value)
+        return events

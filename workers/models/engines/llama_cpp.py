@@ -24,11 +24,11 @@ from workers.models.engines.dialect import (
     CUT,
     EngineDialect,
     EngineRequest,
+    EventReader,
     Hardware,
     Launch,
     Post,
     Reply,
-    read_events,
 )
 from workers.models.generation.vocabulary import WHITESPACE
 from workers.models.generation.writing import NO_NUMBERS
@@ -107,7 +107,8 @@ class LlamaCpp(EngineDialect):
         async with post(PATH, request_of(item, request, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
-            async for events in read_events(response):
+            reader = EventReader(response)
+            while events := await reader.read():
                 replies = []
                 for answer in map(decode_answer, events):
                     if answer.prompt_progress is not None:

@@ -10,7 +10,6 @@ its end, which a stopped text never reaches, so a separate, non-streamed reply r
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -30,11 +29,11 @@ from workers.models.engines.dialect import (
     Chances,
     EngineDialect,
     EngineRequest,
+    EventReader,
     Hardware,
     Launch,
     Post,
     Reply,
-    read_events,
 )
 from workers.models.engines.engine_http import EngineResponse
 from workers.models.engines.llama_cpp import grammar_of
@@ -150,11 +149,11 @@ class Vllm(EngineDialect):
             schema_field = item.schema_field if item.json_schema else ""
             if response.status != 200:
                 await _answer_of(response, schema_field)
-            is_whole = False
-            async for events in read_events(response):
+            is_whole, reader = False, EventReader(response)
+            while events := await reader.read():
                 answers = [_decode(data, schema_field) for data in events]
-                choices = itertools.chain.from_iterable(answer.choices for answer in answers)
-                is_whole |= any(choice.finish_reason for choice in choices)
+                for answer in answers:
+                    is_whole |= any(choice.finish_reason for choice in answer.choices)
                 yield [_reply_of(answer, item) for answer in answers]
         if not is_whole:
             raise ConnectionError(CUT)

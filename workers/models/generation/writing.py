@@ -196,6 +196,8 @@ class StopFinder:
             known: number of characters at the start that are known to contain no complete stop
                 sequence.
         """
+        if not self._stops:
+            return None
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
         # If two sequences start there, the shorter one was completed first.
@@ -203,7 +205,9 @@ class StopFinder:
 
     def visible(self, text: str) -> int:
         """Returns how many characters can't be part of a stop sequence that is completed later."""
-        first = max(0, len(text) - self._longest + 1) if self._stops else len(text)
+        if not self._stops:
+            return len(text)
+        first = max(0, len(text) - self._longest + 1)
         for at in range(first, len(text)):
             tail = text[at:]
             if any(stop.startswith(tail) for stop in self._stops):
