@@ -37,9 +37,14 @@ class GenerationWorker(WorkerTask):
     ) -> StartClient:
         from workers.models.engines.client import EngineClient
         from workers.models.engines.dialect import Hardware
+        from workers.models.generation.vocabulary import Vocabulary
 
         hardware = Hardware(resources.device, resources.threads, resources.memory_fraction)
-        return partial(EngineClient.start, entry, folder, hardware, timeout_s)
+        vocabulary = Vocabulary(folder)
+        # Loaded only once, because it can take seconds, in which the libraries hold the interpreter
+        # lock, so the event loop would stop even if another thread loaded it.
+        vocabulary.load()
+        return partial(EngineClient.start, entry, vocabulary, hardware, timeout_s)
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
         """Returns a function only for llama.cpp, which reads the file itself."""

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Self
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
@@ -45,11 +44,13 @@ _DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm
 class EngineClient:
     """A ProcessClient for an engine; the engine is restarted after being evicted."""
 
-    def __init__(self, entry: Model, folder: Path, hardware: Hardware, timeout_s: float) -> None:
+    def __init__(
+        self, entry: Model, vocabulary: Vocabulary, hardware: Hardware, timeout_s: float
+    ) -> None:
         self._entry = entry
         self._hardware = hardware
         self._timeout_s = timeout_s
-        self._dialect = _DIALECTS[entry.engine](entry, Vocabulary(folder))
+        self._dialect = _DIALECTS[entry.engine](entry, vocabulary)
         self._device_name = gpu_name(hardware.device)
         self._room = StepRoom(entry)
         self._turn = asyncio.Semaphore(1)
@@ -66,7 +67,7 @@ class EngineClient:
     async def start(
         cls,
         entry: Model,
-        folder: Path,
+        vocabulary: Vocabulary,
         hardware: Hardware,
         timeout_s: float,
         make_room: MakeRoom,
@@ -77,7 +78,7 @@ class EngineClient:
             ConfigurationError: the engine can't run this model.
             ModelFailed: the engine was not ready in time.
         """
-        client = cls(entry, folder, hardware, timeout_s)
+        client = cls(entry, vocabulary, hardware, timeout_s)
         try:
             load_s, warmup_s = await client._open()
         except BaseException:

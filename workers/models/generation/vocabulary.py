@@ -50,6 +50,12 @@ class Vocabulary:
         self.ends = frozenset(self._read_ends())
         self._build_lock = threading.Lock()
         self._matchers: dict[str, LLMatcher] = {}
+        self._bytes: dict[int, bytes] = {}
+        """Bytes of the tokens that have been used."""
+
+    def load(self) -> None:
+        """Loads what is otherwise loaded at its first use."""
+        _ = self._grammar_tokens, self._byte_ff, self.plain_tokenizer
 
     def read(self, name: str) -> dict[str, Any]:
         """Returns the contents of one of the folder's JSON files.
@@ -122,6 +128,11 @@ class Vocabulary:
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token's text. A control token has no such bytes."""
+        if (data := self._bytes.get(token)) is None:
+            data = self._bytes[token] = self._find_bytes(token)
+        return data
+
+    def _find_bytes(self, token: int) -> bytes:
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         data: bytes = self._grammar_tokens.decode_bytes([token])
@@ -140,12 +151,12 @@ class Vocabulary:
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
         """Returns a mask of the tokens that start with any digit, [size] bool."""
-        return np.array([self.token_bytes(token)[:1].isdigit() for token in range(self.size)])
+        return np.array([self._find_bytes(token)[:1].isdigit() for token in range(self.size)])
 
     @cached_property
     def zeros(self) -> NDArray[np.bool_]:
         """Returns a mask of the tokens that start with the digit 0, [size] bool."""
-        return np.array([self.token_bytes(token)[:1] == b"0" for token in range(self.size)])
+        return np.array([self._find_bytes(token)[:1] == b"0" for token in range(self.size)])
 
     @cached_property
     def _byte_ff(self) -> frozenset[int]:

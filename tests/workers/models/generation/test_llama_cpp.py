@@ -28,6 +28,7 @@ from workers.models.client import ModelProcessDied
 from workers.models.engines import process, steps
 from workers.models.engines.dialect import Hardware
 from workers.models.engines.llama_cpp import LlamaCpp
+from workers.models.generation import vocabulary
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import Chunks, Failure, ItemEnded, Preempted, StepMessage
@@ -334,6 +335,16 @@ async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
     weights: Path,
 ) -> None:
     async with opened(weights, **LONG) as engine:
+        await _kill(engine)
+
+
+async def test_no_vocabulary_is_loaded_while_a_worker_runs(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would block the event loop: for 3 s if the model has 150,000 tokens."""
+    async with opened(weights, **LONG) as engine:
+        monkeypatch.setattr(vocabulary, "Tokenizer", None)
+        monkeypatch.setattr(vocabulary, "LLTokenizer", None)
         await _kill(engine)
 
 
