@@ -349,7 +349,7 @@ class GenerationStreams:
         following = self._reader.follow(prediction.record, len(stream.generations), every_s)
         try:
             try:
-                # Not in a generator of its own, because every event would pass through it.
+                # Not in a separate generator, because every event would pass through it.
                 async with contextlib.aclosing(following) as news:
                     async for chunks in news:
                         if stream.is_log_due():

@@ -329,7 +329,7 @@ class _Replies(asyncio.Protocol):
         """Sends commands, and returns their replies.
 
         Args:
-            expected: number of commands.
+            expected: how many replies to wait for.
             until_s: time limit, on the event loop's clock.
         """
         loop = asyncio.get_running_loop()
@@ -515,8 +515,7 @@ class RedisLink:
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
             # No redis-py retries, because they would double every limit here. No timeout either,
-            # because it would need a timer per reply, and `within` limits each round trip as a
-            # whole.
+            # because it would need a timer per reply, and each round trip is limited as a whole.
             client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=None,
