@@ -316,12 +316,14 @@ class TokenReader:
         try:
             while mine:
                 await news.wait()
-                found = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
-                for reader, tokens in found.items():
+                by_reader = {
+                    reader: tokens for reader in mine if (tokens := reader.take()) is not None
+                }
+                for reader, tokens in by_reader.items():
                     if tokens.is_over:
                         mine.remove(reader)
                         self._readers.discard(reader)
-                yield {reader.item: tokens for reader, tokens in found.items()}
+                yield {reader.item: tokens for reader, tokens in by_reader.items()}
         finally:
             news.close()
             self._readers.difference_update(mine)
