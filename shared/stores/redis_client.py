@@ -295,8 +295,8 @@ class _Channel:
                 await within(timeout_s, self._connection.connect())  # type: ignore[no-untyped-call]
                 assert isinstance(self._connection, _PacksInC), "made by the pool; this is a bug"
                 self._replies = _Replies(self._connection)
-            data = b"".join(self._connection.pack_commands(commands))
-            return await self._replies.follow(data, len(commands), until_s)
+            packed = self._connection.pack_commands(commands)
+            return await self._replies.follow(packed, len(commands), until_s)
         except BaseException:
             await self.close()
             raise
@@ -325,7 +325,7 @@ class _Replies(asyncio.Protocol):
     def is_closed(self) -> bool:
         return self._transport.is_closing()
 
-    async def follow(self, data: bytes, expected: int, until_s: float) -> list[Any]:
+    async def follow(self, packed: Sequence[bytes], expected: int, until_s: float) -> list[Any]:
         """Sends commands, and returns their replies.
 
         Args:
@@ -334,7 +334,7 @@ class _Replies(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         self._replies, self._expected, self._arrived = [], expected, loop.create_future()
-        self._transport.write(data)
+        self._transport.writelines(packed)
         timer = loop.call_at(until_s, self._expire, LATE_ITERATIONS)
         try:
             return await self._arrived
