@@ -4,6 +4,8 @@ Other models are left unchanged.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.limits import WAIT_LIMIT_S
 from workers.models.device import computes_bf16
 from workers.models.embedding.bert_weights import read_bert_folder
 from workers.models.embedding.encoder_torch import BertEncoder, find_bert
@@ -179,3 +182,36 @@ def test_an_adapter_is_left_to_transformers(tmp_path: Path) -> None:
     model_of(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     assert read_bert_folder(tmp_path) is None
+
+
+READ = """
+import sys
+from pathlib import Path
+from workers.models.embedding.bert_weights import read_bert_folder
+
+def anonymous_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+before_bytes = anonymous_bytes()
+bert = read_bert_folder(Path(sys.argv[1]))
+assert all(tensor.isfinite().all() for tensor in bert.weights.tensors.values())
+print(anonymous_bytes() - before_bytes)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells kinds of memory")
+def test_weights_are_mapped_and_not_copied(tmp_path: Path) -> None:
+    """In a separate process, because other tests free and reuse memory in this one."""
+    config = transformers.BertConfig(**SIZES | {"vocab_size": 400_000})
+    model_of(config).save_pretrained(tmp_path)
+    size_bytes = (tmp_path / "model.safetensors").stat().st_size
+    assert size_bytes > 50_000_000
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=WAIT_LIMIT_S,
+    )
+    assert int(done.stdout) < size_bytes / 2
