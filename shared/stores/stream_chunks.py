@@ -48,13 +48,16 @@ def decode_chunk(data: bytes) -> Chunk:
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
     """Returns one chunk containing all units from `first` on.
 
-    None if there are none, or if `first` is in the middle of a chunk without lengths. Pieces that
-    follow pieces stored by release 0.1.0 become tokens too.
+    None if there are none, or if `first` lies within a chunk of tokens. Release 0.1.0
+    stored pieces as tokens, and pieces that follow such chunks become tokens too.
     """
-    is_last = written and written[-1].first == first  # true for nearly every token
-    if is_last and (len(written) == 1 or written[-2].first < first):
+    starts_last = bool(written) and written[-1].first == first  # true for nearly every token
+    if starts_last and (len(written) == 1 or written[-2].first < first):
         return written[-1]
-    parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
+    at = bisect_left(written, first, key=lambda chunk: chunk.first)
+    parts = list(written[at:])
+    if at and isinstance(before := written[at - 1], PieceChunk) and before.end > first:
+        parts.insert(0, before.since(first))
     if not parts or parts[0].first != first:
         return None
     if len(parts) == 1:

@@ -34,16 +34,16 @@ class Peer:
         self.writer.write(data)
         await self.writer.drain()
 
-    async def send_until_cut(self, piece: bytes, most_bytes: int = MUCH) -> int:
+    async def send_until_cut(self, piece: bytes, pause_s: float = 0) -> int:
         """Sends `piece` repeatedly until the other side hangs up; returns the number of bytes
         accepted.
         """
         sent = 0
         try:
-            while sent < most_bytes:
+            while sent < MUCH:
                 await self.send(piece)
                 sent += len(piece)
-                await asyncio.sleep(0)
+                await asyncio.sleep(pause_s)
                 if self.reader.at_eof():
                     break
         except OSError:
@@ -197,7 +197,7 @@ async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("api.http.middleware.BODY_GRACE_S", 0.2)
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(POST + b"content-length: 1000000\r\n\r\n")
-        dribbling = asyncio.create_task(peer.send_until_cut(b" ", most_bytes=1))
+        dribbling = asyncio.create_task(peer.send_until_cut(b" ", pause_s=0.02))
         status, body = await peer.answer()
         await dribbling
         assert status == 408

@@ -199,6 +199,15 @@ def test_a_chunk_without_tokens_is_merged_with_the_next() -> None:
     assert merge_chunks([*parts, chunk(2, 7)], 2) == chunk(2, 7)
 
 
+def test_pieces_are_merged_from_the_middle_of_a_chunk_on() -> None:
+    written = [PieceChunk(0, "abcdef", [2, 1, 3]), PieceChunk(3, "gh", [1, 1])]
+    assert merge_chunks(written, 1) == PieceChunk(1, "cdefgh", [1, 3, 1, 1])
+    assert merge_chunks(written[:1], 2) == PieceChunk(2, "def", [3])
+    assert merge_chunks(written, 3) == written[1]
+    assert merge_chunks(written, 4) == PieceChunk(4, "h", [1])
+    assert merge_chunks(written, 5) is None
+
+
 def test_a_text_may_contain_the_name_of_a_field() -> None:
     tokens = TokenChunk(0, [5], "the lengths of ids")
     assert decode_chunk(encode_chunk(tokens)) == tokens

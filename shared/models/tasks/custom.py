@@ -153,6 +153,12 @@ class PieceChunk(msgspec.Struct, omit_defaults=True):
         text = self.text[: sum(self.lengths[:count])]
         return PieceChunk(self.first, text, self.lengths[:count])
 
+    def since(self, first: int) -> PieceChunk:
+        """Returns the pieces from number `first` on, counted from the start of the output."""
+        skipped = first - self.first
+        text = self.text[sum(self.lengths[:skipped]) :]
+        return PieceChunk(first, text, self.lengths[skipped:])
+
 
 _element_decoder = msgspec.json.Decoder(StreamedElement)
 

@@ -94,7 +94,7 @@ class AsideClass:
             runner.send(message, blobs)
             frames = self._receive(runner, ANSWER_LIMIT_S)
             if not frames:
-                raise ModelFailed(f"{function}: {self._reason(runner, frames, ANSWER_LIMIT_S)}")
+                raise self._end(runner, function, frames, ANSWER_LIMIT_S)
         if "error" in frames[0].message:
             error = outcome_of(frames[0], self._interface, work=0, paths=self._paths)
             reason = self._paths.remove(str(frames[0].message["error"]))
@@ -121,7 +121,7 @@ class AsideClass:
         self._paths = paths_of(self._folder, sources, runner)
         frames = self._receive(runner, INSPECTION_LIMIT_S)
         if not frames:
-            raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")
+            raise self._end(runner, function, frames, INSPECTION_LIMIT_S)
         if "ready" not in frames[0].message:
             runner.close()
             reason = str(frames[0].message.get("failed", "it did not start"))
@@ -136,19 +136,25 @@ class AsideClass:
             runner.kill(f"it sent an invalid response: {error}")
             return None
 
-    def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
-        """Returns the reason that no response arrived.
+    def _end(
+        self, runner: RunnerProcess, function: str, frames: list[Frame] | None, limit_s: float
+    ) -> ModelFailed:
+        """Ends a runner that did not respond. The next question gets a new one.
 
-        Closes the runner; the next question gets a new one.
+        Args:
+            frames: what `_receive` returned: None if the process has exited.
+
+        Returns:
+            The error to raise, with the reason.
         """
         self._runner = None
         if frames is not None:
             runner.kill("it took too long")
             runner.close()
-            return f"no response within {limit_s:g} s"
+            return ModelFailed(f"{function}: no response within {limit_s:g} s")
         status = runner.close()
         reason = f"was killed: {runner.killed_for}" if runner.killed_for else end_of(status)
-        return f"the class's process {reason}"
+        return ModelFailed(f"{function}: the class's process {reason}")
 
     def close(self) -> None:
         with self._turn:

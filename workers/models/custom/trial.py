@@ -62,7 +62,8 @@ def _run(
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
-        ModelFailed: the class's process exited.
+        BadInput: an assignment or a file is invalid.
+        ModelFailed: the class's process exited or was killed.
     """
     values, files, blobs = read_assignments(interface, assignments)
     variables = variables_of(folder, entry_variables(folder))
@@ -85,10 +86,12 @@ def _run(
         while (frame := next(frames, None)) is not None and "piece" in frame.message:
             count = _show_piece(frame, interface, out, count)
     finally:
+        reason = runner.killed_for
         runner.kill("it is no longer needed")
         status = runner.close()
     if frame is None:
-        raise ModelFailed(f"the model process {end_of(status)}")
+        how = f"was killed: {reason}" if reason else end_of(status)
+        raise ModelFailed(f"the model process {how}")
     if frame.message.get("is_packed"):
         written, *blobs = frame.blobs
         frame = Frame(frame.message | {"output": json.loads(written)}, blobs)

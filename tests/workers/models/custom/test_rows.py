@@ -90,6 +90,10 @@ def test_a_setup_timeout_for_cogs_server_has_no_effect(
 
 
 NAMES_A_FILE = """
+class Picture(BaseModel):
+    name: str
+    file: Path
+
 class Predictor(BasePredictor):
     def predict(self, exists: bool) -> {output}:
         Path("made.txt").write_text("made by the class")
@@ -99,7 +103,14 @@ class Predictor(BasePredictor):
 
 @pytest.mark.parametrize(
     ("output", "value", "at"),
-    [("Path", "'made.txt'", []), ("list[Path]", "[os.path.abspath('made.txt')]", [0])],
+    [
+        ("Path", "'made.txt'", []),
+        ("list[Path]", "[os.path.abspath('made.txt')]", [0]),
+        ("list[list[Path]]", "[[], ['made.txt']]", [1, 0]),
+        ("set[Path]", "{'made.txt'}", [0]),
+        ("Picture", "Picture(name='made.txt', file='made.txt')", ["file"]),
+        ("list[Picture]", "[dict(name='made.txt', file='made.txt')]", [0, "file"]),
+    ],
 )
 def test_a_text_that_names_a_file_becomes_it(
     tmp_path: Path, start_class: StartClass, output: str, value: str, at: list[int]

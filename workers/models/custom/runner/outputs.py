@@ -6,6 +6,7 @@ the class declares.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import io
@@ -150,14 +151,24 @@ class OutputEncoder:
 
 
 def _find_paths(value: Any, shape: Mapping[str, Any]) -> Any:
-    """Returns the value, with a path in place of each string that the class declares a file.
+    """Returns the value, with a path in place of each string that names an existing file.
 
-    Cog returns such a string unchanged, but readers can't open paths on this machine.
+    Only strings that the class declares as files are replaced. Cog returns them unchanged, but
+    readers can't open paths on this machine.
     """
     if is_file(shape):
         return Path(value) if isinstance(value, str) and _is_existing(value) else value
-    if is_file(shape.get("items", {})) and isinstance(value, list | tuple):
+    if "items" in shape and isinstance(value, list | tuple | set | frozenset):
         return [_find_paths(element, shape["items"]) for element in value]
+    if shapes := shape.get("properties"):
+        fields = value
+        if not isinstance(value, Mapping):
+            with contextlib.suppress(Exception):  # `encode` then reports why it can't be sent
+                fields = _simplify(value)
+        if isinstance(fields, Mapping):
+            return {
+                name: _find_paths(element, shapes.get(name, {})) for name, element in fields.items()
+            }
     return value
 
 
