@@ -14,6 +14,7 @@ import re
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from api import metrics
 from api.errors import HeadTooLarge, TooSlow, error_response
+from api.http.connection import CONNECTION
 from api.http.middleware import BODY_ARRIVED
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError
 from shared.settings import ApiSettings
@@ -91,6 +93,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._error: PenstockError | None = None
         self._offers_protocol = False
         """True if the current head offers an upgrade to another protocol."""
+        self.is_lost = False
+        self.on_lost = set[Callable[[], None]]()
+        """See api.http.connection.Connection."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection.
@@ -126,6 +131,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._leave_unread()
         self._disarm()
         super().connection_lost(exc)
+        self.is_lost = True
+        for hang_up in list(self.on_lost):
+            hang_up()
 
     def pause_writing(self) -> None:
         """Called when the caller reads more slowly than the response is written.
@@ -184,6 +192,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._disarm()
         self.idle.pop(self, None)
         self._beside_bytes, self._in_head, self._in_body = 0, False, True
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
         # The parser reports trailers as headers (RFC 9110, 6.5.1). They must not become headers.
         self.headers = []

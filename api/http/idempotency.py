@@ -23,7 +23,7 @@ from starlette.types import Message
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
 from api.errors import EXPECTED_ERRORS, NotNow
 from api.http.auth import check_model
-from api.http.connection import while_connected
+from api.http.connection import CONNECTION, while_connected
 from api.http.dependencies import dependencies_of
 from api.http.injection import open_call
 from api.http.middleware import RequestContext, context_of
@@ -71,9 +71,8 @@ async def run_idempotent(
     call.context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
     async def compute() -> StoredResponse:
-        return await _compute_response(
-            Request(request.scope, _receive(body)), endpoint, answer_error
-        )
+        scope = {**request.scope, CONNECTION: None}  # runs to completion if the caller hangs up
+        return await _compute_response(Request(scope, _receive(body)), endpoint, answer_error)
 
     large = len(body) > LARGE_BYTES
     fingerprint = (
@@ -84,7 +83,7 @@ async def run_idempotent(
     keyed = IdempotentRequest(digest.hexdigest(), call.tenant, fingerprint)
     wait_s = call.options.limit_s(dependencies.catalog.deadline)
     running = dependencies.idempotency.run(keyed, compute, wait_s)
-    stored, is_replayed = await while_connected(request.receive, running, call.check_key)
+    stored, is_replayed = await while_connected(request, running, call.check_key)
     if stored.model:  # the first request may have used a different key from the same tenant
         check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)

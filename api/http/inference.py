@@ -52,7 +52,7 @@ class Inference:
         request = InferenceRequest(context.facts, model, inputs, due_s, call.options, is_repeatable)
         async with self.limit(call, model, inputs, call.options.limit_s(model.deadline)) as limited:
             response = await while_connected(
-                call.http.receive, self._dispatcher.dispatch(request), call.check_key
+                call.http, self._dispatcher.dispatch(request), call.check_key
             )
             context.has_rows = True
             try:
@@ -85,7 +85,7 @@ class Inference:
         )
         request = InferenceRequest(facts, model, inputs, call.answer_by_s(model), call.options)
         response = await while_connected(
-            call.http.receive, self._dispatcher.dispatch(request), call.check_key
+            call.http, self._dispatcher.dispatch(request), call.check_key
         )
         with response:
             response.raise_if_failed()

@@ -184,7 +184,7 @@ class Recording:
             limit_s = request.deadline_s - time.time() + GRACE_S
             prediction = creation.snapshot.prediction
             try:
-                await while_connected(call.http.receive, creation.wait(limit_s), call.check_key)
+                await while_connected(call.http, creation.wait(limit_s), call.check_key)
             except BaseException:
                 await self._predictions.end(creation.snapshot)
                 raise

@@ -81,4 +81,4 @@ async def begin_events(
         has_ids=has_ids,
         has_elements=has_elements,
     )
-    return await while_connected(call.http.receive, beginning)
+    return await while_connected(call.http, beginning)

@@ -347,7 +347,7 @@ async def create_ocr(
         quota = storage.quota_of(call.caller, DOCUMENT)
         owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
         loading = _load_document(ocr_input, body.url, owner, source_images)
-        await while_connected(call.http.receive, loading)
+        await while_connected(call.http, loading)
         async with recording.compute(
             call,
             model,

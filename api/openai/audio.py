@@ -580,7 +580,7 @@ class _Transcriber:
             quota = storage.quota_of(call.caller, FILE)
             owner = inference.file_owner(call, model, quota, call.prediction_stops_at_s(model))
             adding = _add_recording(item, "url", form.url, owner, source_images)
-            await while_connected(call.http.receive, adding)
+            await while_connected(call.http, adding)
         return item
 
     async def answer(self, item: CustomInput) -> Response:
@@ -659,7 +659,7 @@ class _TranscriptStream:
             snapshot = await self._recording.start(call, new)
             if isinstance(model, Flow):
                 events = self._flow_events(snapshot, model)
-                opening = await while_connected(call.http.receive, anext(events, b""))
+                opening = await while_connected(call.http, anext(events, b""))
                 sse = behind(opening, events)
             else:
                 sse = await self._events(snapshot, seen)

@@ -335,7 +335,7 @@ async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
     images.inference.check_room(call, model, body.n)
     _check(body, model, files)
     draft = images.draft(call, body, model)
-    first = await while_connected(call.http.receive, _first_image(draft, body, files))
+    first = await while_connected(call.http, _first_image(draft, body, files))
     return await images.answer(call, body, model, first)
 
 
@@ -358,7 +358,7 @@ async def vary_image(call: ModelCall, images: ImageRequests) -> Response:
     images.inference.check_room(call, model, body.n)
     _check(body, model, files)
     draft = images.draft(call, body, model)
-    first = await while_connected(call.http.receive, _first_image(draft, body, files))
+    first = await while_connected(call.http, _first_image(draft, body, files))
     is_asked = body.guidance_scale is not None or body.negative_prompt
     if not is_asked and model.image.accepts("guidance_scale"):
         first = msgspec.structs.replace(first, guidance_scale=UNGUIDED)

@@ -327,8 +327,7 @@ class ImageEncoder:
             is_new=False,
             tenant=self.call.tenant,
         )
-        receive = self.call.http.receive
-        data = await (while_connected(receive, encoding) if is_awaited else encoding)
+        data = await (while_connected(self.call.http, encoding) if is_awaited else encoding)
         if body.response_format == "b64_json":
             return ImageItem(result.seed, b64_json=data)
         media_type = MEDIA_TYPES[body.output_format]
@@ -432,7 +431,7 @@ class ImageAnswer:
                 size=size,
             )
             events = stream.events(snapshot, self.model)
-            opening = await while_connected(call.http.receive, anext(events, b""))
+            opening = await while_connected(call.http, anext(events, b""))
             location = f"/v1/predictions/{snapshot.prediction.id}"
             return answer_events(behind(opening, events), held, location)
 
@@ -541,7 +540,7 @@ async def create_images(call: ModelCall, images: ImageRequests) -> Response:
     if names_files(body, first):
         images.inference.check_room(call, model, body.n)
         draft = images.draft(call, body, model)
-        first = await while_connected(call.http.receive, _with_files(draft, body))
+        first = await while_connected(call.http, _with_files(draft, body))
     return await images.answer(call, body, model, first)
 
 

@@ -226,7 +226,7 @@ class PredictionCreator:
             if wait_s:
                 # If the caller disconnects, the function exits here and the prediction continues.
                 waiting = creation.wait(wait_s - call.context.total_ms / 1000)
-                await while_connected(call.http.receive, waiting, call.check_key)
+                await while_connected(call.http, waiting, call.check_key)
         return await self._replies.answer_creation(creation.snapshot, is_new=creation.is_new)
 
     async def _read(
@@ -240,7 +240,7 @@ class PredictionCreator:
         quota = self._storage.quota_of(call.caller, "image")
         caller = self._inference.file_owner(call, model, quota, stops_at_s, keep_s=keep_s + left_s)
         reading = read_inputs(body.input, model, caller, self._source_images)
-        read = await while_connected(call.http.receive, reading)
+        read = await while_connected(call.http, reading)
         for task_input in read.inputs:
             if isinstance(task_input, CustomInput):
                 task_input.context = body.context or {}

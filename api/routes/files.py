@@ -395,7 +395,7 @@ async def get_object(
     """Returns a result's data while the link is valid."""
     url_signer.check(key, type, expires, signature)
     fetching = result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
-    data = await while_connected(request.receive, fetching)
+    data = await while_connected(request, fetching)
     headers = {
         "cache-control": f"private, max-age={LINK_VALID_S}, immutable",
         "x-content-type-options": "nosniff",
