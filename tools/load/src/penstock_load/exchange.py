@@ -33,3 +33,8 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     """Time spent waiting for a connection."""
     cost_usd: float | None = None
     """Charge for the request. None if the response does not contain it."""
+
+    @property
+    def overhead_ms(self) -> float:
+        """Returns how much time the pipeline added to the model's time."""
+        return self.round_trip_ms - self.inference_ms
