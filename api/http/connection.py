@@ -58,7 +58,7 @@ class _Watch:
 
     If the connection is already lost, it does so in the next event loop iteration, by which time
     any work that does not wait has finished. A task that waits for the server's disconnect message
-    would take a tenth of a short request's CPU time.
+    would cost CPU time in every request.
     """
 
     def __init__(
