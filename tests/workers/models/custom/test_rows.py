@@ -90,7 +90,7 @@ def test_a_setup_timeout_for_cogs_server_has_no_effect(
 
 
 NAMES_A_FILE = """
-class Picture(BaseModel):
+class Report(BaseModel):
     name: str
     file: Path
 
@@ -108,8 +108,8 @@ class Predictor(BasePredictor):
         ("list[Path]", "[os.path.abspath('made.txt')]", [0]),
         ("list[list[Path]]", "[[], ['made.txt']]", [1, 0]),
         ("set[Path]", "{'made.txt'}", [0]),
-        ("Picture", "Picture(name='made.txt', file='made.txt')", ["file"]),
-        ("list[Picture]", "[dict(name='made.txt', file='made.txt')]", [0, "file"]),
+        ("Report", "Report(name='made.txt', file='made.txt')", ["file"]),
+        ("list[Report]", "[dict(name='made.txt', file='made.txt')]", [0, "file"]),
     ],
 )
 def test_a_text_that_names_a_file_becomes_it(
