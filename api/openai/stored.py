@@ -15,6 +15,7 @@ from api.openai.generation import CHAT_PREFIX, RESPONSE_PREFIX, answer_id
 from api.openai.response_events import ResponseEvents
 from api.openai.responses_schemas import ResponseBody, ResponseReply
 from api.predictions.creation import PredictionSnapshot
+from shared.errors import BadInput
 from shared.models.catalog import Catalog
 from shared.predictions import read_ended_at_s
 
@@ -106,14 +107,22 @@ async def read_referenced_items(
 
     Raises:
         NotFound: one of the items does not exist. `field` is "input".
+        BadInput: the items are from more than MAX_REFERENCED responses. `field` is "input".
     """
     items: dict[str, dict[str, Any]] = {}
+    responses = set[str]()
     for name in names:
         if name in items:
             continue
         match = _OUTPUT_ITEM.fullmatch(name)
-        if match is None or len(items) > MAX_REFERENCED:
+        if match is None:
             raise _no_item(name)
+        responses.add(match[1])
+        if len(responses) > MAX_REFERENCED:
+            raise BadInput(
+                f"input: must reference items from at most {MAX_REFERENCED} responses",
+                field="input",
+            )
         try:
             snapshot = await find_response(call, RESPONSE_PREFIX + match[1], recording)
         except NotFound:

@@ -357,6 +357,7 @@ class GenerationStreams:
                         for event in stream.take(snapshot, chunks):
                             stream.has_begun = True
                             yield event
+                        watch.check_reader()
                         if watch.is_heartbeat_due(is_silent=not chunks):
                             yield stream.heartbeat
                         is_late = time.time() > prediction.deadline_s + GRACE_S
@@ -391,7 +392,9 @@ class GenerationStreams:
                     stream.has_begun = True
                     yield event
                 return
-            watch.is_heartbeat_due(is_silent=True)
+            watch.check_reader()
+            if watch.is_heartbeat_due(is_silent=True):
+                yield stream.heartbeat
             await asyncio.sleep(1.0)
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
@@ -446,10 +449,8 @@ class _Watch:
         self.has_refused = False
         """True if the reader may no longer continue."""
 
-    def is_heartbeat_due(self, *, is_silent: bool) -> bool:
-        """Returns whether a comment is due because nothing has been sent for a while.
-
-        Also checks the reader.
+    def check_reader(self) -> None:
+        """Checks the reader every CHECK_S.
 
         Raises:
             PenstockError: the reader may no longer continue.
@@ -462,6 +463,13 @@ class _Watch:
             except PenstockError:
                 self.has_refused = True
                 raise
+
+    def is_heartbeat_due(self, *, is_silent: bool) -> bool:
+        """Returns whether to send a comment now, because nothing has been sent for a while.
+
+        Called once per turn. `is_silent`: True if the turn has sent nothing.
+        """
+        now_s = time.monotonic()
         is_due = is_silent and now_s - self._sent_s >= HEARTBEAT_S
         if is_due or not is_silent:
             self._sent_s = now_s

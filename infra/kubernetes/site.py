@@ -374,7 +374,7 @@ def read_site(path: Path) -> SelfHostedSite:
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     try:
         return SelfHostedSite.model_validate(document)

@@ -108,7 +108,7 @@ def local_classes(models_file: Path) -> Iterator[LocalClass]:
     """
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except (OSError, yaml.YAMLError, ValueError):
         return
     entries = document.get("models") if isinstance(document, dict) else None
     for entry in entries if isinstance(entries, list) else ():

@@ -236,7 +236,7 @@ def _open_located_loader(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoade
         raise _locate_error(path, node, first["loc"], first["msg"]) from error
     except FlowError as error:
         raise _locate_error(path, node, error.place, str(error)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
     finally:
         constructor.dispose()

@@ -173,12 +173,23 @@ async def test_as_many_are_computed_at_a_time_as_the_class_allows(serve: Any) ->
     assert [one["output"] for one in found] == [0, 1, 2, 3]
 
 
-async def test_a_loop_ends_at_its_deadline_or_when_it_is_canceled(serve: Any) -> None:
+LOOP = {"version": "mine", "input": {"text": "a", "mode": "loop"}}
+
+
+async def test_a_loop_ends_at_its_deadline(serve: Any) -> None:
     api = await serve(CLASS)
-    body = {"version": "mine", "input": {"text": "a", "mode": "loop"}}
-    late = await api.http.post("/v1/predictions", json=body, headers=WAIT | {"cancel-after": "5s"})
-    assert "deadline" in (await until_over(api, late.json()))["error"]
-    running = (await api.http.post("/v1/predictions", json=body)).json()
+    assert (await predict(api, text="b", times=1))["output"] == ["b 0"]  # it is set up
+    late = await api.http.post("/v1/predictions", json=LOOP, headers=WAIT | {"cancel-after": "5s"})
+    found = await until_over(api, late.json())
+    assert "deadline" in found["error"]
+    assert found["logs"] == "asked for a\n"
+    assert (await predict(api, text="b", times=1))["output"] == ["b 0"]
+
+
+async def test_a_loop_ends_when_it_is_canceled(serve: Any) -> None:
+    api = await serve(CLASS)
+    running = (await api.http.post("/v1/predictions", json=LOOP)).json()
+    await until_printed(api, running)
     await api.http.post(f"/v1/predictions/{running['id']}/cancel")
     assert (await until_over(api, running))["status"] == "canceled"
     assert (await predict(api, text="b", times=1))["output"] == ["b 0"]

@@ -91,6 +91,23 @@ async def test_an_item_that_is_not_there_is_named(api: ApiUnderTest, name: str) 
     assert error["message"].startswith(f"Item with id '{name}' not found.")
 
 
+async def test_the_limit_of_references_counts_responses(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.openai.stored.MAX_REFERENCED", 2)
+    client, given = api.openai(), {"tools": [weather_tool()], "max_output_tokens": 40}
+    made = [await client.responses.create(**asked(CALLS, **given)) for _ in range(3)]
+    names = [[item.id for item in response.output] for response in made]
+    assert [len(of_response) for of_response in names] == [2, 2, 2]
+    for responses, status in ((2, 200), (3, 400)):
+        items: list[Any] = [{"role": "user", "content": "say a"}]
+        for of_response in names[:responses]:
+            items += [{"type": "item_reference", "id": name} for name in of_response]
+        answer = await api.http.post(RESPONSES, json=asked(items, **given))
+        assert answer.status_code == status, answer.text
+    assert "at most 2 responses" in answer.json()["error"]["message"]
+
+
 async def test_a_response_follows_another_that_nobody_asked_to_store(api: ApiUnderTest) -> None:
     client = api.openai()
     first = await client.responses.create(**asked("say one"))

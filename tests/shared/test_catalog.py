@@ -304,6 +304,10 @@ def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigurationError, match=r"binary\.yaml"):
         read_catalog(tmp_path / "binary.yaml")
+    # YAML reads this as a date.
+    (tmp_path / "date.yaml").write_text("models:\n- {name: a, task: text, revision: 2026-13-45}\n")
+    with pytest.raises(ConfigurationError, match=r"date\.yaml:2: month must be in 1\.\.12"):
+        read_catalog(tmp_path / "date.yaml")
 
 
 def test_canary_and_model_that_meet_in_kubernetes(models_file: Path) -> None:

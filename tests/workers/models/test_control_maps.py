@@ -152,12 +152,16 @@ def test_catalog_refuses_by_name(catalog: Catalog, image: dict[str, object], rea
 
 
 def test_version_of_a_control_changes_with_each_field_that_decides_results() -> None:
-    usual = Control(source="local:a", preprocessor="canny")
-    changes: list[dict[str, Any]] = [
-        {"source": "local:b"},
-        {"revision": "2"},
-        {"canny_high": 300},
-    ]
-    others = [usual, *(usual.model_copy(update=change) for change in changes)]
-    assert len({other.version for other in others}) == len(others)
-    assert usual.model_copy(update={"scale": 0.5}).version == usual.version
+    usual: dict[str, Any] = {"source": "local:a", "preprocessor": "canny"}
+    changes: dict[str, Any] = {
+        "source": "local:b",
+        "revision": "2",
+        "preprocessor": "tile",
+        "canny_low": 50,
+        "canny_high": 300,
+        "tile_factor": 2.0,
+    }
+    assert changes.keys() == Control.model_fields.keys() - {"scale"}
+    others = [usual, *(usual | {name: value} for name, value in changes.items())]
+    assert len({Control(**other).version for other in others}) == len(others)
+    assert Control(**usual, scale=0.5).version == Control(**usual).version

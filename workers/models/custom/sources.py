@@ -175,7 +175,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         return {}
     try:
         settings: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{file}: {error}", field="source") from error
     return settings if isinstance(settings, dict) else {}
 

@@ -92,7 +92,7 @@ def entry_variables(folder: Path) -> EntryVariables:
     models_file = read_settings(ClassSettings).models_file
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+    except (OSError, yaml.YAMLError, ValueError):
         return EntryVariables()
     entries = document.get("models") if isinstance(document, dict) else None
     for entry in entries if isinstance(entries, list) else ():

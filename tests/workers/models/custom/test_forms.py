@@ -313,6 +313,15 @@ def test_an_error_ends_its_prediction_and_not_the_model(
         assert reason in found.message
 
 
+@pytest.mark.parametrize("cog_yaml", ["concurrency: 5", "concurrency: [2]", "a: 2024-13-45", "[]"])
+def test_settings_that_are_no_mappings_are_explained(tmp_path: Path, cog_yaml: str) -> None:
+    body = "class Predictor(BasePredictor):\n    def predict(self) -> str: return ''\n"
+    folder = write_class(tmp_path, body, f"{cog_yaml}\n")
+    with pytest.raises(ConfigurationError, match=r"cog\.yaml: ") as caught:
+        inspect_folder(folder)
+    assert "Traceback" not in caught.value.message
+
+
 def test_integers_of_64_bits_are_sent(tmp_path: Path, start_class: StartClass) -> None:
     body = """
     class Predictor(BasePredictor):

@@ -2,11 +2,13 @@
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
 ANSWER is `stream` or `body`: the kind of response during which the engine dies or hangs at PLACE.
+`hang after FILE` creates FILE and hangs before the head, unless FILE exists.
 It writes the tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ import socketserver
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any, ClassVar
 
 FIRST_TOKEN = 20
@@ -47,6 +50,10 @@ class FakeEngine(BaseHTTPRequestHandler):
         place = self.place if answer == self.dies_in else ""
         if place == "before the head":
             die()
+        if place.startswith("hang after "):
+            with contextlib.suppress(FileExistsError):
+                Path(place.removeprefix("hang after ")).touch(exist_ok=False)
+                threading.Event().wait()
         if answer == "stream":
             self._stream(tokens, place)
         else:

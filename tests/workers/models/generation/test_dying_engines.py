@@ -26,6 +26,7 @@ from shared.errors import ModelFailed
 from shared.models.tasks.text import GenerationResult
 from shared.process.process_tree import list_tree
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 from tests.workers.models.generation import fake_engine, tiny
 from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
 from tests.workers.models.generation.test_vllm import COMMAND_OF_TEST, wait_until_gone
@@ -42,6 +43,8 @@ from workers.models.generation.vocabulary import Vocabulary
 from workers.models.step_shares import StepRoom
 
 TOKENS = 12
+PART_TOKENS = 1000
+"""Longer prompts are read in parts."""
 FAKE = (fake_engine.__file__, "vllm", "stream", "")
 PLACES_IN_STREAM = (
     "before the head",
@@ -96,7 +99,7 @@ async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncI
     server = await EngineProcess.start(launch, "key", 1, WAIT_LIMIT_S)
     try:
         dialect = DIALECTS[protocol](entry, Vocabulary(folder))
-        yield Engine(server, dialect, 1, 1000, shares_with_all=False)
+        yield Engine(server, dialect, 1, PART_TOKENS, shares_with_all=False)
     finally:
         await server.end()
 
@@ -208,6 +211,26 @@ async def start_canceled() -> None:
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
+
+
+@pytest.mark.parametrize("protocol", DIALECTS)
+async def test_a_text_dropped_while_its_prompt_is_read_frees_its_slot(
+    folder: Path, tmp_path: Path, protocol: str
+) -> None:
+    """The engine has one slot, and hangs while it reads the first part of the prompt."""
+    told, arrived = Told(), tmp_path / "arrived"
+    async with opened(folder, protocol, "body", f"hang after {arrived}") as engine:
+        run = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+        long = tiny.prompt(IDS * (2 * PART_TOKENS // len(IDS)), 2, is_streamed=True)
+        running = asyncio.create_task(run.run([long], 20))
+        await until(arrived.exists)
+        run.drop([0])
+        slot = run.admit([tiny.prompt(IDS, 3, is_streamed=True)])
+        await running
+        await asyncio.sleep(0)  # the last messages are delivered
+    assert told.results[0].code == "canceled"
+    assert slot is not None
+    assert told.results[slot].output_tokens == 3
 
 
 async def test_an_engine_whose_restart_failed_is_started_again(

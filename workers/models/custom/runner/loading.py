@@ -256,8 +256,14 @@ def is_async(compute: Callable[..., Any]) -> bool:
 
 
 def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
-    """Returns the number of concurrent predictions, from `@cog.concurrent(max=…)` or cog.yaml."""
+    """Returns the number of concurrent predictions, from `@cog.concurrent(max=…)` or cog.yaml.
+
+    Raises:
+        NotLoadable: the number is invalid, or `compute` can't run concurrently.
+    """
     concurrency = settings.get("concurrency") or {}
+    if not isinstance(concurrency, dict):
+        raise NotLoadable("cog.yaml: concurrency: must be a mapping, such as {max: 2}")
     maximum = getattr(compute, "__cog_concurrent_max__", None) or concurrency.get("max", 1)
     if isinstance(maximum, bool) or not isinstance(maximum, int) or maximum < 1:
         raise NotLoadable(

@@ -152,7 +152,7 @@ def _read(path: Path) -> Prices:
         return Prices.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: {error}") from error
     except ValidationError as error:
         raise to_configuration_error(error, str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error

@@ -240,7 +240,7 @@ def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandR
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     return _check_rates(document, catalog, str(path), path.parent, profiles)
 

@@ -285,7 +285,7 @@ def _read(path: Path, nested: int = 0) -> Any:
         raise ConfigurationError(
             f"{path}: {error.strerror}; shipped scenarios: {known}", field="scenario"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}", field="scenario") from error
     document = _with_paths(document, path.parent)
     if isinstance(document, dict) and isinstance(base := document.pop("base", None), Path):
