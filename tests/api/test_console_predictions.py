@@ -46,6 +46,22 @@ async def predict(api: ApiUnderTest, prompt: str, headers: dict[str, str] = WAIT
     return created
 
 
+async def test_a_key_in_the_list_filters_it(redis_url: str, tmp_path: Path) -> None:
+    keys = keys_url(tmp_path, a="acme", b="acme")
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
+    async with running_api(settings) as api:
+        for number, key in enumerate("aab"):
+            await predict(api, f"say {number}", WAIT | bearer(key))
+        async with opened_page(f"{api.url}/console#predictions") as page:
+            await page.get_by_label("API key").fill(key_for("a"))
+            await page.get_by_role("button", name="Log in").click()
+            rows = page.get_by_role("region", name="Predictions").locator("tbody tr")
+            await expect(rows).to_have_count(3)
+            await rows.get_by_role("link", name=key_for("b").split("_")[2][:12]).click()
+            await expect(page).to_have_url(re.compile(r"\?api_key_id="))
+            await expect(rows).to_have_count(1)
+
+
 async def test_a_prompt_is_retried(api: ApiUnderTest, page: Page) -> None:
     done = await predict(api, "say hello")
     await page.goto(f"{api.url}/console#predictions/{done['id']}")

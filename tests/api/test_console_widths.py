@@ -78,6 +78,3 @@ async def test_a_list_of_predictions_fits(
             assert box["height"] < 40, "its label is in one line"
         identity = rows.first.locator(".id")
         assert await identity.get_attribute("title") == await identity.text_content()
-        await rows.first.get_by_role("link", name=key_for("a").split("_")[2][:12]).click()
-        await expect(page).to_have_url(re.compile(r"\?api_key_id="))
-        await expect(rows).to_have_count(5)
