@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
-from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
-from bench.pipeline import BROKER, Parts, say_nothing
+from bench.load.generator import LoadOrder, LoadReport, drive
+from bench.pipeline import Parts, serving
 from bench.report import Figure, Outcome
-from infra.local.interfaces import refresh_interfaces
-from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.local.up import build_stack
 
 NAME = "batches"
 ITEMS, OF_A_BATCH, IN_FLIGHT = 2000, 64, 128
@@ -68,12 +64,7 @@ def run() -> Outcome:
         source.mkdir()
         (source / "predict.py").write_text(CLASS)
         entry = {"name": NAME, "task": "custom", "source": f"local:{source}"}
-        models_file = Path(folder) / "models.yaml"
-        models_file.write_text(yaml.safe_dump({"models": [entry]}))
-        refresh_interfaces(models_file, lambda line: None)
-        variables = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_PROCESSES": "1"}
-        state_dir = Path(folder) / "state"
-        with build_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
+        with serving([entry], {"PENSTOCK_PROCESSES": "1"}) as stack:
             _predict(stack, WARM_UP, "warm")
             rounds = [_round(stack, source, number) for number in range(ROUNDS)]
     ratios = [times["alone_s"] / times["stack_s"] for times in rounds]
@@ -98,15 +89,11 @@ def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
     alone = subprocess.run(
         [sys.executable, "-c", ALONE, str(source)], check=True, capture_output=True, text=True
     )
-    parts = Parts(stack)
-    before = parts.cpu_s()
-    report = _predict(stack, ITEMS, f"round {number}")
-    after = parts.cpu_s()
+    report, spent_s = Parts(stack).spend(lambda: _predict(stack, ITEMS, f"round {number}"))
     return {
         "alone_s": float(alone.stdout),
         "stack_s": report.wall_s,
-        "cpu_ms": {name: (after[name] - before[name]) / ITEMS * 1000 for name in before},
-        "round_trip_ms": percentiles([exchange.round_trip_ms for exchange in report.exchanges]),
+        "cpu_ms": {name: cpu_s / ITEMS * 1000 for name, cpu_s in spent_s.items()},
     }
 
 

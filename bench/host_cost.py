@@ -14,10 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from bench.gpu.texts import Shape, write_bert
-from bench.load.generator import LoadOrder, drive
+from bench.load.generator import LoadOrder, drive, embedding_bodies
 from bench.pipeline import MODEL, Pipeline, running
 from bench.report import Figure, Outcome
 from shared.models.tasks.embedding import TextInput
@@ -63,16 +61,11 @@ def _measure_round(pipeline: Pipeline, preparer: TextPreparer, texts: int) -> di
     """
     drawn = pipeline.texts.short(TEXTS[texts])
     inputs = [drawn[first : first + texts] for first in range(0, len(drawn), texts)]
-    bodies = [
-        msgspec.json.encode({"model": MODEL, "input": some, "encoding_format": "base64"}).decode()
-        for some in inputs
-    ]
-    before = pipeline.cpu_s()
-    report = drive(LoadOrder(pipeline.api.port, bodies, LOADS[texts]))
-    after = pipeline.cpu_s()
+    bodies = embedding_bodies(MODEL, inputs)
+    order = LoadOrder(pipeline.api.port, bodies, LOADS[texts])
+    report, taken_s = pipeline.spend(lambda: drive(order))
     if report.statuses() != {200: len(bodies)}:
         raise RuntimeError(f"every request should succeed, not {report.statuses()}")
-    taken_s = {name: after[name] - before[name] for name in after}
     taken_s[TOKENIZING] = _tokenize(preparer, inputs)
     taken_s[IO_PROCESS] -= taken_s[TOKENIZING]
     return {name: 1e6 * seconds / len(drawn) for name, seconds in taken_s.items()}

@@ -8,18 +8,15 @@ decoded. Quiet and busy periods are measured alternately on one API.
 from __future__ import annotations
 
 import struct
-import threading
 import time
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import psutil
 
 from bench.load.generator import LoadOrder, drive, embedding_bodies, percentiles
-from bench.pipeline import MODEL, Part, running
+from bench.pipeline import MODEL, Part, repeating, running
 from bench.report import Figure, Outcome
 
 CALLERS = 16
@@ -38,18 +35,31 @@ MB = 1_000_000
 
 def run() -> Outcome:
     png, figures = _png(), []
-    with running() as pipeline, pipeline.another_api() as api:
+    with (
+        running() as pipeline,
+        pipeline.another_api() as api,
+        httpx.Client(base_url=f"http://127.0.0.1:{api.port}", timeout=120) as client,
+    ):
         bodies = embedding_bodies(MODEL, pipeline.texts.short(TEXTS))
         drive(LoadOrder(api.port, bodies, 8))
         quiet_ms: list[float] = []
         busy_ms: list[float] = []
-        before_bytes, decoded, peak = api.rss_bytes(), 0, [0, 0]
+        before_bytes = api.rss_bytes()
+        statuses: list[int] = []
+        used_bytes: list[tuple[int, int]] = []
         for _ in range(ROUNDS):
             quiet_ms += _hits_ms(api, bodies)
-            with _memory(api, peak), _editing(api.port, png) as answered:
+            with (
+                repeating(1, lambda: _read_memory(api)) as looks,
+                repeating(CALLERS, lambda: _edit(client, png)) as answered,
+            ):
                 busy_ms += _hits_ms(api, bodies)
-            decoded += len(answered)
-        late_s = _with_deadline(api.port, png)
+            statuses += answered
+            used_bytes += looks
+        late_s = _with_deadline(client, png)
+    if set(statuses) != {400}:
+        raise RuntimeError(f"only images that were decoded were expected, not {set(statuses)}")
+    api_bytes, image_bytes = (max(values) for values in zip(*used_bytes, strict=True))
     quiet, busy = percentiles(quiet_ms), percentiles(busy_ms)
     figures += [
         Figure("cache hit, quiet, p50", quiet["p50"], "ms"),
@@ -58,10 +68,10 @@ def run() -> Outcome:
         Figure("cache hit while 16 images are decoded, p95", busy["p95"], "ms", "<=", 50.0),
         Figure("the same, p99", busy["p99"], "ms"),
         Figure("p95 over quiet", busy["p95"] / quiet["p95"], "times"),
-        Figure("images decoded", decoded / (ROUNDS * SECONDS), "/s"),
+        Figure("images decoded", len(statuses) / (ROUNDS * SECONDS), "/s"),
         Figure("API, resident before", before_bytes / MB, "MB"),
-        Figure("API, resident at most", peak[0] / MB, "MB"),
-        Figure("API and image processes, resident at most", (peak[0] + peak[1]) / MB, "MB"),
+        Figure("API, resident at most", api_bytes / MB, "MB"),
+        Figure("API and image processes, resident at most", (api_bytes + image_bytes) / MB, "MB"),
         Figure(
             f"latest answer of 16 with a deadline of {DEADLINE_S:g} s",
             max(late_s),
@@ -83,28 +93,6 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
     return report.round_trip_ms
 
 
-@contextmanager
-def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """Keeps 16 callers running while the block runs. Yields the responses' statuses."""
-    stop, statuses = threading.Event(), list[int]()
-
-    def call() -> None:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            while not stop.is_set():
-                statuses.append(_edit(client, png))
-
-    with ThreadPoolExecutor(CALLERS) as threads:
-        calls = [threads.submit(call) for _ in range(CALLERS)]
-        try:
-            yield statuses
-        finally:
-            stop.set()
-            for future in calls:
-                future.result()
-    if set(statuses) != {400}:
-        raise RuntimeError(f"only images that were decoded were expected, not {set(statuses)}")
-
-
 def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
     files = {"image": ("a.png", png, "image/png")}
     return client.post(
@@ -112,41 +100,27 @@ def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
     ).status_code
 
 
-def _with_deadline(port: int, png: bytes) -> list[float]:
+def _with_deadline(client: httpx.Client, png: bytes) -> list[float]:
     """Returns the seconds until each of 16 edits with a deadline got a response."""
 
     def call() -> float:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            began_s = time.monotonic()
-            status = _edit(client, png, **{"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"})
-            if status not in (400, 429, 504):
-                raise RuntimeError(f"an edit returned {status}")
-            return time.monotonic() - began_s
+        began_s = time.monotonic()
+        status = _edit(client, png, **{"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"})
+        if status not in (400, 429, 504):
+            raise RuntimeError(f"an edit returned {status}")
+        return time.monotonic() - began_s
 
     with ThreadPoolExecutor(CALLERS) as threads:
         return [future.result() for future in [threads.submit(call) for _ in range(CALLERS)]]
 
 
-@contextmanager
-def _memory(api: Part, peak: list[int]) -> Iterator[None]:
-    """Samples the memory used by the API and its children. The maximum is stored in `peak`."""
-    stop = threading.Event()
-
-    def look() -> None:
-        while not stop.wait(LOOK_S):
-            peak[0] = max(peak[0], api.rss_bytes())
-            try:
-                peak[1] = max(peak[1], sum(api.image_rss_bytes()))
-            except psutil.NoSuchProcess:
-                continue
-
-    with ThreadPoolExecutor(1) as threads:
-        looking = threads.submit(look)
-        try:
-            yield
-        finally:
-            stop.set()
-            looking.result()
+def _read_memory(api: Part) -> tuple[int, int]:
+    """Returns the memory used by the API, and by its image processes, after a short pause."""
+    time.sleep(LOOK_S)
+    try:
+        return api.rss_bytes(), sum(api.image_rss_bytes())
+    except psutil.NoSuchProcess:
+        return api.rss_bytes(), 0
 
 
 def _png() -> bytes:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from bench.load.generator import LoadReport, percentiles
 from bench.pipeline import running
 from bench.report import Figure, Outcome
 
@@ -15,7 +12,6 @@ ROUNDS = 3
 
 def run() -> Outcome:
     figures: list[Figure] = []
-    details: dict[str, Any] = {}
     with running() as pipeline:
         for in_flight, count in REQUESTS.items():
             rounds = [pipeline.ask(pipeline.texts.short(count), in_flight) for _ in range(ROUNDS)]
@@ -27,21 +23,4 @@ def run() -> Outcome:
                     Figure(f"{name}, {part}", value, "ms", *(("<=", 5.0) if is_asked else ()))
                 )
             figures.append(Figure(f"rate at {in_flight} in flight", report.rate, "/s"))
-            details[str(in_flight)] = _split(report) | {
-                "p50_of_rounds_ms": [r.overhead()["p50"] for r in rounds]
-            }
-    return Outcome(figures, details)
-
-
-def _split(report: LoadReport) -> dict[str, Any]:
-    """Returns the components of a round trip, taken from the response headers."""
-    exchanges = report.exchanges
-    return {
-        "round_trip_ms": report.round_trip(),
-        "queue_ms": percentiles([exchange.queue_ms for exchange in exchanges]),
-        "batch_wait_ms": percentiles([exchange.batch_ms for exchange in exchanges]),
-        "inference_ms": percentiles([exchange.inference_ms for exchange in exchanges]),
-        "outside_the_api_ms": percentiles(
-            [exchange.round_trip_ms - exchange.total_ms for exchange in exchanges]
-        ),
-    }
+    return Outcome(figures)

@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
 import yaml
-from google.auth.credentials import AnonymousCredentials
-from google.cloud import bigquery
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from bench.load.generator import LoadOrder, LoadReport, drive, embedding_bodies
 from bench.load.texts import Texts
+from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
-from infra.local.process import Process, answers, free_port
-from infra.local.stack import Broker, Stack
+from infra.local.process import Process, answers, free_port, listens
+from infra.local.stack import Stack
 from infra.local.up import build_stack
 from shared.errors import ConfigurationError
 from shared.models.catalog_file import read_catalog
 from shared.settings import WorkerSettings, environment_with, read_settings
+from shared.usage.bigquery import open_client
 from workers.models.artifact import find_artifact, source_digest
 from workers.models.backend import Backend
 from workers.models.source import resolve
 
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
-BROKER: Broker = "rabbitmq" if os.environ.get("BENCH_BROKER") == "rabbitmq" else "pubsub"
-"""The measured stack's broker. Uses the embedded Pub/Sub by default."""
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
 POLL_S = 0.25
+T = TypeVar("T")
 
 
 class Part:
@@ -91,8 +91,7 @@ class Parts:
         self.stack = stack
         self.api = Part(stack.ports.api)
         self.worker = Part(stack.ports.health[0])
-        is_rabbit = stack.broker == "rabbitmq"
-        self._broker = Part(stack.ports.rabbitmq if is_rabbit else stack.ports.pubsub)
+        self._broker = Part(stack.ports.pubsub)
         self._redis = Part(stack.ports.redis)
         self._bigquery = Part(stack.ports.bigquery)
 
@@ -105,6 +104,12 @@ class Parts:
             "Redis": self._redis.cpu_s(),
             "BigQuery": self._bigquery.cpu_s(),
         }
+
+    def spend(self, work: Callable[[], T]) -> tuple[T, dict[str, float]]:
+        """Returns what `work` returns, and the CPU seconds that each part uses while it runs."""
+        before_s = self.cpu_s()
+        result = work()
+        return result, {name: now_s - before_s[name] for name, now_s in self.cpu_s().items()}
 
 
 class Pipeline(Parts):
@@ -132,11 +137,7 @@ class Pipeline(Parts):
     ) -> list[dict[str, Any]]:
         """Returns the requests' rows once BigQuery has one for each, or after `limit_s`."""
         settings = self.stack.settings
-        client = bigquery.Client(
-            project=settings.project,
-            credentials=AnonymousCredentials(),
-            client_options={"api_endpoint": settings.bigquery_endpoint},
-        )
+        client = open_client(settings.project, settings.bigquery_endpoint)
         query = (
             f"SELECT request_id, {', '.join(columns)} FROM `{settings.dataset}.rows` "
             "WHERE received_at >= TIMESTAMP_SUB(CURRENT_TIMESTAMP(), INTERVAL 1 DAY)"
@@ -201,11 +202,18 @@ def another(
 
     `variables` overrides the stack's settings.
     """
-    environment = environment_with({**stack.environment, **variables})
-    command = [sys.executable, "-m", module]
-    with Process(name, command, stack.log_dir, environment=environment) as process:
+    with create_process(stack, name, module, variables) as process:
         process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
         yield Part(port)
+
+
+def create_process(stack: Stack, name: str, module: str, variables: Mapping[str, str]) -> Process:
+    """Returns one more process for `stack`, not yet started.
+
+    `variables` overrides the stack's settings.
+    """
+    environment = environment_with({**stack.environment, **variables})
+    return Process(name, [sys.executable, "-m", module], stack.log_dir, environment=environment)
 
 
 @contextmanager
@@ -215,31 +223,76 @@ def running(
     is_alone: bool = False,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[Pipeline]:
-    """Yields a warm pipeline in a temporary folder, with a catalog from `catalog_with`."""
-    with tempfile.TemporaryDirectory() as folder:
-        state_dir = Path(folder)
-        models_file = catalog_with(state_dir, changes or {}, is_alone=is_alone)
+    """Yields a warm pipeline with the catalog entries of `read_shipped_models`."""
+    with serving(read_shipped_models(changes or {}, is_alone=is_alone), settings) as stack:
+        model = read_catalog(stack.settings.models_file).find(MODEL)
+        model_folder = resolve(model.source, model.revision, stack.state_dir)
+        pipeline = Pipeline(stack, Texts(model_folder, seed=1), model_folder)
+        pipeline.ask(pipeline.texts.mixed(WARM_UP_TEXTS), 32)
+        yield pipeline
+
+
+@contextmanager
+def serving(
+    models: Sequence[Mapping[str, Any]], settings: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
+    """Yields the running stack of `penstock up` with these models, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        models_file = write_catalog(Path(folder), models)
+        refresh_interfaces(models_file, say_nothing)
         variables = {"PENSTOCK_MODELS_FILE": str(models_file), **(settings or {})}
-        model = read_catalog(models_file).find(MODEL)
-        model_folder = resolve(model.source, model.revision, state_dir)
-        texts = Texts(model_folder, seed=1)
-        with build_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
-            pipeline = Pipeline(stack, texts, model_folder)
-            pipeline.ask(texts.mixed(WARM_UP_TEXTS), 32)
-            yield pipeline
+        with build_stack(Path(folder), Ports.free(), variables, say_nothing) as stack:
+            yield stack
 
 
-def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bool = False) -> Path:
-    """Writes the shipped catalog with MODEL's entry changed. `is_alone` omits the other models."""
-    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalog["models"] = [
-        entry | changes if entry["name"] == MODEL else entry
-        for entry in catalog["models"]
+def read_shipped_models(
+    changes: Mapping[str, object] | None = None, *, is_alone: bool = False
+) -> list[dict[str, Any]]:
+    """Returns the shipped catalog's entries, with `changes` to MODEL's.
+
+    `is_alone` omits the other models.
+    """
+    models = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))["models"]
+    return [
+        entry | (changes or {}) if entry["name"] == MODEL else entry
+        for entry in models
         if entry["name"] == MODEL or not is_alone
     ]
-    path = state_dir / "models.yaml"
-    path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
+
+
+def write_catalog(folder: Path, models: Sequence[Mapping[str, Any]]) -> Path:
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": list(models)}), encoding="utf-8")
     return path
+
+
+@contextmanager
+def emulator(name: str, folder: Path, *options: str) -> Iterator[tuple[Process, int]]:
+    """Yields an embedded server, `pubsub` or `bigquery`, and its port. Its log is in `folder`."""
+    port = free_port()
+    command = [sys.executable, "-m", f"{name}_emulator", "--port", str(port), *options]
+    with Process(name, command, folder) as process:
+        process.wait_ready(lambda: listens(port), READY_LIMIT_S)
+        yield process, port
+
+
+@contextmanager
+def repeating(callers: int, act: Callable[[], T]) -> Iterator[list[T]]:
+    """Calls `act` repeatedly on `callers` threads while the block runs. Yields the results."""
+    stop, results = threading.Event(), list[T]()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            results.append(act())
+
+    with ThreadPoolExecutor(callers) as threads:
+        calls = [threads.submit(repeat) for _ in range(callers)]
+        try:
+            yield results
+        finally:
+            stop.set()
+            for call in calls:
+                call.result()
 
 
 def say_nothing(line: str) -> None:

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,10 @@ from typing import Any
 import duckdb
 from google.cloud import bigquery
 
+from bench.pipeline import emulator
 from bench.report import Figure, Outcome
+from bigquery_emulator.tables.schema import parse_schema
 from infra import bigquery as tables
-from infra.local.process import Process, free_port, listens
 from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner
 from shared.usage.bigquery import open_client
@@ -37,14 +35,13 @@ SEED = "18"
 ROUNDS = 3
 LIMIT_S = 3.0
 DATASET = "penstock"
-START_LIMIT_S = 60.0
 
 
 def run() -> Outcome:
     with (
         tempfile.TemporaryDirectory() as folder,
-        _served(Path(folder)) as endpoint,
-        open_client("bench", endpoint) as client,
+        emulator("bigquery", Path(folder), "--data-dir", f"{folder}/data") as (_, port),
+        open_client("bench", f"http://127.0.0.1:{port}") as client,
     ):
         loaded_s = _fill(client)
         (rows,) = next(iter(client.query(COUNT).result()))
@@ -61,16 +58,6 @@ def run() -> Outcome:
 
 
 COUNT = f"SELECT COUNT(*) FROM {DATASET}.rows WHERE received_at >= '2000-01-01'"
-
-
-@contextmanager
-def _served(folder: Path) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
-    command += ["--data-dir", str(folder / "data")]
-    with Process("bigquery", command, folder) as process:
-        process.wait_ready(lambda: listens(port), START_LIMIT_S)
-        yield f"http://127.0.0.1:{port}"
 
 
 def _fill(client: bigquery.Client) -> float:
@@ -101,20 +88,10 @@ def _read(name: str) -> str:
 
 def _typed(database: duckdb.DuckDBPyConnection, sql: str) -> str:
     """Returns the query with the table's column types, which Parquet requires."""
-    types = {field["name"]: PARQUET_TYPES[field["type"]] for field in tables.schema("rows")}
+    types = {field.name: field.duckdb_type for field in parse_schema(tables.schema("rows"))}
     parameters = {"seed": SEED, "first": 0, "after": 1, "since": SINCE.isoformat()}
     columns = [name for name, *_ in database.execute(sql, parameters).description or ()]
     return f"SELECT {', '.join(f'{c}::{types[c]} AS {c}' for c in columns)} FROM ({sql})"
-
-
-PARQUET_TYPES = {
-    "STRING": "VARCHAR",
-    "INTEGER": "BIGINT",
-    "FLOAT": "DOUBLE",
-    "NUMERIC": "DECIMAL(38, 9)",
-    "BOOLEAN": "BOOLEAN",
-    "TIMESTAMP": "TIMESTAMPTZ",
-}
 
 
 def _load(client: bigquery.Client, table: str, path: Path) -> float:

@@ -40,8 +40,6 @@ def run() -> Outcome:
 def _round(pipeline: Pipeline) -> dict[str, float]:
     """Returns each component's CPU milliseconds per request, and the requests per second."""
     texts = pipeline.texts.short(TEXTS)
-    before = pipeline.cpu_s()
-    report = pipeline.ask(texts, IN_FLIGHT)
-    after = pipeline.cpu_s()
-    costs = {name: 1000 * (after[name] - before[name]) / TEXTS for name in after}
+    report, spent_s = pipeline.spend(lambda: pipeline.ask(texts, IN_FLIGHT))
+    costs = {name: 1000 * cpu_s / TEXTS for name, cpu_s in spent_s.items()}
     return {"requests_per_s": report.rate, **costs}

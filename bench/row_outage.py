@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
 
+from bench.pipeline import emulator
 from bench.report import Figure, Outcome, expect_none
 from bench.row_traffic import RATE_PER_S, RowTraffic
 from bench.rows import DRAIN_LIMIT_S, MIB, folder_bytes, metric, most_mib, resident_mib
 from infra import bigquery as tables
-from infra.local.process import Process, free_port, listens
+from infra.local.process import Process, listens
 from shared.settings import SPOOL_MAX_BYTES
 from shared.usage.bigquery import BigQuerySender, open_client
 from shared.usage.writer import RowWriter
@@ -44,14 +44,10 @@ FOUND_BY_VIEW = FOUND.replace(".rows", ".rows_deduplicated")
 def run() -> Outcome:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
-        folder, port = Path(name), free_port()
-        command = [sys.executable, "-m", "bigquery_emulator", "--port", str(port)]
-        command += ["--data-dir", str(folder / "data")]
         os.sched_setaffinity(0, cores[-1:])  # inherited by BigQuery
         try:
-            with Process("bigquery", command, folder) as server:
-                server.wait_ready(lambda: listens(port), START_LIMIT_S)
-                return asyncio.run(_Run(server, port, folder / "spool", cores).measure())
+            with emulator("bigquery", Path(name), "--data-dir", f"{name}/data") as (server, port):
+                return asyncio.run(_Run(server, port, Path(name, "spool"), cores).measure())
         finally:
             os.sched_setaffinity(0, cores)
 

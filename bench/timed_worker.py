@@ -6,7 +6,6 @@ Such a model does no work, so the rest of a worker can be measured even on a bus
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
     contextmanager,
+    suppress,
 )
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from uuid import uuid4
 from prometheus_client import REGISTRY
 
 from bench import async_device
-from bench.pipeline import READY_LIMIT_S
-from infra.local.process import Process, free_port, listens
+from bench.pipeline import emulator
 from infra.local.provision_servers import provision
 from infra.local.redis_server import RedisServer
 from shared.broker.pubsub.admin import PubSubAdmin
@@ -92,13 +91,10 @@ JOB_ITEMS = 16
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
     """Yields the endpoint of an embedded Pub/Sub and the URL of a Redis server."""
-    port = free_port()
-    command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with (
-        Process("pubsub", command, folder) as pubsub,
+        emulator("pubsub", folder) as (_, port),
         RedisServer(folder / "redis", folder) as redis,
     ):
-        pubsub.wait_ready(lambda: listens(port), READY_LIMIT_S)
         yield f"127.0.0.1:{port}", f"redis://127.0.0.1:{redis.port}/0"
 
 
@@ -343,7 +339,7 @@ class TimedWorker:
         self._consumer = JobConsumer(self._model, _Preparer(), *stores, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, pool)
-        running = [asyncio.create_task(worker.run(asyncio.Event()))]
+        running = asyncio.create_task(worker.run(asyncio.Event()))
         self._stack.push_async_callback(_cancel, running)
         return self
 
@@ -366,10 +362,8 @@ def _metric(name: str) -> float:
     return REGISTRY.get_sample_value(name, {"model": MODEL.name}) or 0.0
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels all tasks. Raises a task's error if that task has already failed."""
-    for task in tasks:
-        task.cancel()
-    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(outcome, Exception):
-            raise outcome
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancels a task. Raises its error if it has already failed."""
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

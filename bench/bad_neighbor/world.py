@@ -13,14 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from bench import pipeline
 from bench.bad_neighbor.cpu_load import cpu_times
 from bench.bad_neighbor.inputs import BAD, MAX_TOKENS, QUIET, SPENT, WRITER
-from bench.pipeline import MODELS_FILE, say_nothing
-from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.local.up import build_stack
 from shared.tenants.plan import Limits, Plan
 from tests.keys import keys_url, stored
 
@@ -44,7 +40,6 @@ def serving() -> Iterator[Stack]:
     with tempfile.TemporaryDirectory(prefix="penstock-neighbors-") as name:
         folder = Path(name)
         settings = {
-            "PENSTOCK_MODELS_FILE": str(_catalog(folder)),
             "PENSTOCK_FILES_MAX_BYTES": str(FILES_MAX_BYTES),
             "PENSTOCK_KEYS_URL": keys_url(
                 folder,
@@ -57,18 +52,19 @@ def serving() -> Iterator[Stack]:
                 ],
             ),
         }
-        with build_stack(folder, Ports.free(), settings, say_nothing) as stack:
+        models = [*pipeline.read_shipped_models(), _writer(folder)]
+        with pipeline.serving(models, settings) as stack:
             yield stack
 
 
-def _catalog(folder: Path) -> Path:
+def _writer(folder: Path) -> dict[str, Any]:
     weights = folder / WRITER
     weights.mkdir()
     # Imports transformers, which only the process that starts a stack needs.
     from tests.workers.models.generation import tiny
 
     tiny.write_folder(weights)
-    writer: dict[str, Any] = {
+    return {
         "name": WRITER,
         "task": "text",
         "source": f"local:{weights}",
@@ -83,27 +79,18 @@ def _catalog(folder: Path) -> Path:
         "deadline": {"default_s": 60, "longest_s": 300},
         "price": {"per_million_tokens_usd": 0.1, "per_million_output_tokens_usd": 0.3},
     }
-    catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    catalog["models"].append(writer)
-    path = folder / "models.yaml"
-    path.write_text(yaml.safe_dump(catalog), encoding="utf-8")
-    return path
 
 
-def await_idle(stack: Stack) -> float:
-    """Waits until the stack's processes are idle.
-
-    Returns the seconds waited, up to a limit.
-    """
+def await_idle(stack: Stack) -> None:
+    """Waits until the stack's processes are idle, for up to IDLE_LIMIT_S."""
     began_s = time.monotonic()
     before_s = _cpu_s(stack)
     while time.monotonic() - began_s < IDLE_LIMIT_S:
         time.sleep(LOOK_S)
         now_s = _cpu_s(stack)
         if now_s - before_s < IDLE_CPU_S * LOOK_S:
-            break
+            return
         before_s = now_s
-    return time.monotonic() - began_s
 
 
 def _cpu_s(stack: Stack) -> float:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -103,8 +104,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
 
 
-def embedding_bodies(model: str, texts: list[str]) -> list[str]:
-    bodies = ({"model": model, "input": text, "encoding_format": "base64"} for text in texts)
+def embedding_bodies(model: str, inputs: Sequence[str] | Sequence[list[str]]) -> list[str]:
+    """Returns a request body for each input, which is a text or a list of texts."""
+    bodies = ({"model": model, "input": some, "encoding_format": "base64"} for some in inputs)
     return [msgspec.json.encode(body).decode() for body in bodies]
 
 

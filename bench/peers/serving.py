@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import httpx
 import msgspec
 import psutil
 
@@ -19,7 +19,7 @@ from bench.peers.answers import PLACE, bodies_of, vector_of
 from bench.peers.environments import FOLDER, programs_of
 from bench.peers.roster import OFFLINE, Contender
 from bench.peers.tree import Tree
-from bench.pipeline import catalog_with, say_nothing
+from bench.pipeline import read_shipped_models, say_nothing, write_catalog
 from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.stack import Stack
@@ -113,22 +113,21 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
 
 def _gives_vector(contender: Contender, port: int) -> bool:
     """Returns whether the peer returns a vector. Some peers listen before their model is loaded."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
     body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
+    url, headers = f"http://127.0.0.1:{port}{contender.path}", {"content-type": "application/json"}
     try:
-        connection.request("POST", contender.path, body, {"content-type": "application/json"})
-        return bool(vector_of(connection.getresponse().read(), contender.answer))
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        answer = httpx.post(url, content=body, headers=headers, timeout=FIRST_ANSWER_LIMIT_S)
+        return bool(vector_of(answer.content, contender.answer))
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return False
-    finally:
-        connection.close()
 
 
 def stack_of(contender: Contender, state_dir: Path) -> Stack:
     """Returns the `penstock up` stack, not yet started, with the contender's catalog entry."""
     settings = {}
     if contender.entry:
-        settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
+        catalog = write_catalog(state_dir, read_shipped_models(contender.entry))
+        settings["PENSTOCK_MODELS_FILE"] = str(catalog)
         # The artifact is not shared, because one created for one serving mode has fewer variants to
         # choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())

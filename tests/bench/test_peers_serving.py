@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.peers.roster import OURS
 from bench.peers.serving import stack_of
-from bench.pipeline import MODEL, MODELS_FILE, catalog_with
+from bench.pipeline import MODEL, MODELS_FILE, read_shipped_models, write_catalog
 from infra.local.up import build_stack
 from shared.models.catalog_file import read_catalog
 
@@ -24,7 +24,8 @@ def test_penstock_is_measured_as_penstock_up_serves_it(tmp_path: Path) -> None:
 
 
 def test_a_changed_entry_changes_nothing_else(tmp_path: Path) -> None:
-    shipped, changed = read_catalog(MODELS_FILE), read_catalog(catalog_with(tmp_path, FP32.entry))
+    shipped = read_catalog(MODELS_FILE)
+    changed = read_catalog(write_catalog(tmp_path, read_shipped_models(FP32.entry)))
     assert [model.name for model in changed.models] == [model.name for model in shipped.models]
     assert changed.find(MODEL).precision == "fp32"
     others = [model for model in shipped.models if model.name != MODEL]
