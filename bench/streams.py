@@ -12,13 +12,12 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.generation.engine import SOURCE
+from bench.generation.load import smollm2_folder
 from bench.report import Figure, Outcome, expect_none
 from shared.errors import ConfigurationError
 from tests.faults.generation_catalog import generation_catalog
 from tests.faults.streams import StreamFindings, StreamReaders, read_while_killing
 from tests.faults.world import APIS, WORKERS, World
-from workers.models.source import resolve
 
 MODEL = "smollm2"
 STREAMS = 1000
@@ -38,10 +37,10 @@ GENERATION = {
 
 def run(streams: int = STREAMS) -> Outcome:
     try:
-        folder = resolve(SOURCE, "main", Path("var/models"))
+        folder = smollm2_folder()
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
-    catalog = generation_catalog(MODEL, folder.resolve(), batch=BATCH, generation=GENERATION)
+    catalog = generation_catalog(MODEL, folder, batch=BATCH, generation=GENERATION)
     kills = max(4, round(streams * SECONDS_A_STREAM / KILL_EVERY_S))
     with (
         tempfile.TemporaryDirectory(prefix="penstock-streams-") as temporary,

@@ -11,19 +11,17 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
-from bench.generation.load import CPU_LIMIT_MS, MODEL, SERVED, running_stack, smollm2_folder
+from bench.generation.load import MODEL, SERVED, running_stack, smollm2_folder
 from bench.generation.prompts import MixedPrompt, conversations
 from bench.generation.served import drive
-from bench.generation.timing import TimedGeneration
-from bench.pipeline import Part
+from bench.pipeline import Parts
 from bench.report import Figure, Outcome
-from infra.local.stack import Stack
 from shared.errors import ConfigurationError
 from tests.workers.models.generation.gguf_file import write_gguf
 from tests.workers.models.generation.tiny import tiny_config, write_folder
@@ -39,6 +37,10 @@ MEASURED_S = 15.0
 SETTLED_S = 3.0
 """How long to wait after the last text for its rows and leases to be finished."""
 IDLE_S = 10.0
+API, WORKER = "API", "worker, I/O"
+COUNTED = {API: API, WORKER: "worker", "Redis": "Redis"}
+CPU_LIMIT_MS = 0.3
+"""Maximum CPU time of the API and the worker (not its model process) per token."""
 LAST_ID = 399
 """The token that ends a text generated with random weights. If it were a likely token, most texts
 would end immediately.
@@ -101,42 +103,31 @@ def _silence_bytes(folder: Path) -> None:
 
 def _measured(name: str, folder: Path, changes: Mapping[str, str]) -> Iterator[Figure]:
     with running_stack(folder, changes) as stack:
-        url = f"http://127.0.0.1:{stack.ports.api}"
-        drive(url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
-        parts = _parts(stack)
+        drive(stack.api_url, MODEL, _prompts(IN_FLIGHT, 0), IN_FLIGHT)
+        parts = Parts(stack)
         time.sleep(SETTLED_S)
-        idle = _spent(parts, lambda: time.sleep(IDLE_S))
-        began_s, texts = time.monotonic(), list[TimedGeneration]()
+        _, idle = parts.spend(lambda: time.sleep(IDLE_S))
+        began_s = time.monotonic()
 
-        def ask() -> None:
+        def ask() -> int:
+            tokens = first = 0
             while time.monotonic() - began_s < MEASURED_S:
-                prompts = _prompts(4 * IN_FLIGHT, IN_FLIGHT + len(texts))
-                texts.extend(drive(url, MODEL, prompts, IN_FLIGHT))
+                first += 4 * IN_FLIGHT
+                texts = drive(stack.api_url, MODEL, _prompts(4 * IN_FLIGHT, first), IN_FLIGHT)
+                tokens += sum(text.tokens for text in texts)
+            return tokens
 
-        busy = _spent(parts, ask)
+        tokens, busy = parts.spend(ask)
         wall_s = time.monotonic() - began_s
-    tokens = sum(text.tokens for text in texts)
     yield Figure(f"{name}, speed", tokens / wall_s, "tokens/s")
-    for part, cpu_s in busy.items():
-        yield Figure(f"{name}, {part}", 1000 * cpu_s / tokens, "ms/token")
-    own_ms = 1000 * (busy["API"] + busy["worker"]) / tokens
+    for part, label in COUNTED.items():
+        yield Figure(f"{name}, {label}", 1000 * busy[part] / tokens, "ms/token")
+    own_ms = 1000 * (busy[API] + busy[WORKER]) / tokens
     limit = ("<=", CPU_LIMIT_MS) if "SmolLM2" in name else ()
     yield Figure(f"{name}, API and worker", own_ms, "ms/token", *limit)
-    asked_s = busy["API"] + busy["worker"] - (idle["API"] + idle["worker"]) * wall_s / IDLE_S
+    asked_s = busy[API] + busy[WORKER] - (idle[API] + idle[WORKER]) * wall_s / IDLE_S
     yield Figure(f"{name}, the same above idle", 1000 * asked_s / tokens, "ms/token")
 
 
 def _prompts(count: int, first: int) -> list[MixedPrompt]:
     return [MixedPrompt(conversation, TOKENS) for conversation in conversations(count, first=first)]
-
-
-def _parts(stack: Stack) -> dict[str, Part]:
-    ports = {"API": stack.ports.api, "worker": stack.ports.health[0], "Redis": stack.ports.redis}
-    return {name: Part(port) for name, port in ports.items()}
-
-
-def _spent(parts: dict[str, Part], work: Callable[[], object]) -> dict[str, float]:
-    """Returns the CPU seconds that each part uses while `work` runs."""
-    before = {name: part.cpu_s() for name, part in parts.items()}
-    work()
-    return {name: part.cpu_s() - before[name] for name, part in parts.items()}

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.generation.prompts import WARM_UP, MixedPrompt
 from bench.generation.timing import TimedGeneration
 from shared.models.catalog import Model
+from shared.models.tasks.text import GenerationInput
 from shared.process.cores import usable_cores
 from workers.models.base import PreparedPrompt
 from workers.models.engines.dialect import EngineDialect, EngineRequest, Hardware
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
+from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS
 
@@ -31,52 +34,49 @@ ANY_SLOT = -1
 
 
 def ask_server(
-    entry: Model,
-    folder: Path,
-    first: Sequence[PreparedPrompt],
-    rounds: Mapping[int, Sequence[PreparedPrompt]],
+    entry: Model, folder: Path, rounds: Mapping[int, Sequence[MixedPrompt]]
 ) -> dict[int, list[TimedGeneration]]:
-    """Starts a server and streams a text for each prompt.
+    """Starts a server, warms it up, and streams a text for each prompt.
 
     Args:
         entry: the catalog entry of the model.
         folder: the folder that contains the model's GGUF file.
-        first: the prompts used to warm up the server.
         rounds: prompts, keyed by the number in flight.
     """
-    return asyncio.run(_ask(entry, folder, first, rounds))
+    return asyncio.run(_ask(entry, folder, rounds))
 
 
 async def _ask(
-    entry: Model,
-    folder: Path,
-    first: Sequence[PreparedPrompt],
-    rounds: Mapping[int, Sequence[PreparedPrompt]],
+    entry: Model, folder: Path, rounds: Mapping[int, Sequence[MixedPrompt]]
 ) -> dict[int, list[TimedGeneration]]:
     threads = usable_cores()
-    dialect = LlamaCpp(entry, Vocabulary(folder))
+    dialect, preparer = LlamaCpp(entry, Vocabulary(folder)), PromptPreparer(entry, folder)
     launch = dialect.launch(Hardware("cpu", threads))
     server = await EngineProcess.start(launch, secrets.token_urlsafe(), threads, START_LIMIT_S)
+    texts = {}
     try:
-        await _call(dialect, server, iter(first))
-        return {
-            in_flight: await _ask_round(dialect, server, in_flight, prompts)
-            for in_flight, prompts in rounds.items()
-        }
+        await _call(dialect, server, iter(_prepare(preparer, WARM_UP)))
+        for in_flight, prompts in rounds.items():
+            waiting = iter(_prepare(preparer, prompts))
+            async with asyncio.TaskGroup() as callers:
+                calls = [
+                    callers.create_task(_call(dialect, server, waiting)) for _ in range(in_flight)
+                ]
+            texts[in_flight] = [timed for call in calls for timed in call.result()]
     finally:
         await server.end()
+    return texts
 
 
-async def _ask_round(
-    dialect: EngineDialect,
-    server: EngineProcess,
-    in_flight: int,
-    prompts: Sequence[PreparedPrompt],
-) -> list[TimedGeneration]:
-    waiting = iter(prompts)
-    async with asyncio.TaskGroup() as callers:
-        calls = [callers.create_task(_call(dialect, server, waiting)) for _ in range(in_flight)]
-    return [timed for call in calls for timed in call.result()]
+def _prepare(preparer: PromptPreparer, prompts: Sequence[MixedPrompt]) -> list[PreparedPrompt]:
+    inputs = [
+        GenerationInput(
+            prompt.tokens, 1, messages=prompt.messages, temperature=0.0, is_streamed=True
+        )
+        for prompt in prompts
+    ]
+    prepared = preparer.prepare(inputs)
+    return [prompt for prompt in prepared if isinstance(prompt, PreparedPrompt)]
 
 
 async def _call(

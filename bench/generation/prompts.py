@@ -48,3 +48,7 @@ def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[
         text = " ".join([*vocabulary[start : start + words], question])
         prompts.append([{"role": "user", "content": text}])
     return prompts
+
+
+WARM_UP = mixed(1, seed=99)
+"""The prompt that is sent before anything is timed."""

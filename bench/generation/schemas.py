@@ -141,7 +141,7 @@ _KINDS: dict[str, Callable[[random.Random], Schema]] = {
 def run(count: int = PROMPTS) -> Outcome:
     try:
         with running_stack(smollm2_folder()) as stack:
-            flaws = asyncio.run(_ask_all(f"http://127.0.0.1:{stack.ports.api}", cases(count)))
+            flaws = asyncio.run(_ask_all(stack.api_url, cases(count)))
     except ConfigurationError as error:
         return Outcome([], {"not measured": error.message})
     valid = Figure("outputs that match their schema", count - len(flaws), f"/{count}", ">=", count)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bench.report import Figure
 
@@ -27,21 +28,19 @@ class TimedGeneration:
         return (self.pieces_s[-1] - self.pieces_s[0]) / max(1, self.tokens - 1)
 
 
+def tokens_per_s(texts: Sequence[TimedGeneration]) -> float:
+    wall_s = max(text.pieces_s[-1] for text in texts) - min(text.asked_s for text in texts)
+    return sum(text.tokens for text in texts) / wall_s
+
+
 def figures_of(name: str, texts: Sequence[TimedGeneration]) -> list[Figure]:
     """Returns tokens per second, and percentiles of both times."""
-    wall_s = max(text.pieces_s[-1] for text in texts) - min(text.asked_s for text in texts)
-    figures = [Figure(f"{name}, speed", sum(text.tokens for text in texts) / wall_s, "tokens/s")]
+    figures = [Figure(f"{name}, speed", tokens_per_s(texts), "tokens/s")]
     for label, values_s in (
         ("first token", [text.first_s for text in texts]),
         ("between tokens", [text.between_s for text in texts if text.tokens > 1]),
     ):
         for percent in (50, 99):
-            value_ms = 1000 * _percentile(values_s, percent)
+            value_ms = 1000 * float(np.percentile(values_s, percent))
             figures.append(Figure(f"{name}, {label} p{percent}", value_ms, "ms"))
     return figures
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    if len(values) == 1:
-        return values[0]
-    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
