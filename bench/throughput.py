@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 
 from bench.pipeline import Pipeline, running
-from bench.raw_model import WAYS, RawModel
+from bench.raw_model import RawModel
 from bench.report import Figure, Outcome
 from workers.models.backend import Backend
 
 IN_FLIGHT = 128
 TEXTS = 600
-CHOICE_TEXTS = 240
+WARM_UP_TEXTS = 60
 ROUNDS = 3
-Layout = tuple[int, int]
-LAYOUTS: tuple[Layout, ...] = ((2, 1), (1, 2))
+LAYOUTS = ((2, 1), (1, 2))
 """Number of processes and threads in each layout: ways to run the model on two cores."""
 LIMITS_PERCENT = {"torch-fp32": 75.0, "onnx-fp32": 65.0}
 """Minimum rate as a fraction of the raw model's. The faster the model, the more the pipeline's
@@ -44,96 +44,62 @@ def run() -> Outcome:
 
 
 def _measure(changes: dict[str, object], figures: list[Figure], details: dict[str, Any]) -> str:
-    """Finds the best way of batching for the raw model, then measures that and the pipeline.
-
-    Returns the backend.
-    """
+    """Measures the raw model in each layout, and the pipeline. Returns the backend."""
     with ExitStack() as stack:
         pipeline = stack.enter_context(running(changes))
         backend = pipeline.backend()
-        raw = {
-            layout: stack.enter_context(RawModel(pipeline.model_folder, *layout, backend))
+        raw = [
+            stack.enter_context(RawModel(pipeline.model_folder, *layout, backend))
             for layout in LAYOUTS
-        }
-        rates = _rates(raw, pipeline)
-        ways = {layout: max(WAYS, key=lambda way: rates[layout, way]) for layout in LAYOUTS}
-        rounds = [_round(raw, ways, pipeline) for _ in range(ROUNDS)]
-    figures += _figures(backend, rounds)
-    tried = {
-        f"{processes} x {threads}, {way}": round(rate, 1)
-        for ((processes, threads), way), rate in rates.items()
-    }
-    details[backend.name] = {"rounds": rounds, "raw_texts_per_s": tried}
+        ]
+        for model in raw:
+            model.seconds(pipeline.texts.token_ids(pipeline.texts.mixed(WARM_UP_TEXTS)))
+        rounds = [_round(raw, pipeline, backend) for _ in range(ROUNDS)]
+    figures += _medians(backend, rounds)
+    details[backend.name] = {"rounds": rounds}
     return backend.name
 
 
-def _figures(backend: Backend, rounds: list[dict[str, Any]]) -> list[Figure]:
-    middle = {name: statistics.median(costs[name] for costs in rounds) for name in rounds[0]}
-    limit = LIMITS_PERCENT.get(backend.name)
-    ratio = "pipeline over raw model", middle["ratio_percent"], "%"
-    figures = [
-        Figure(*ratio) if limit is None else Figure(*ratio, ">=", limit),
-        Figure("the same in CPU seconds per text", middle["cpu_ratio_percent"], "%"),
-        Figure("pipeline", middle["pipeline_rate"], "texts/s"),
-        Figure("raw model, the better layout", middle["raw_rate"], "texts/s"),
-        Figure("round trip p50", middle["p50_ms"], "ms"),
-        Figure("round trip p99", middle["p99_ms"], "ms"),
-        Figure("padding efficiency", middle["padding_percent"], "%", ">=", 95.0),
-    ]
-    figures += [
-        Figure(f"CPU per request, {name.removeprefix('cpu_ms ')}", value, "ms")
-        for name, value in middle.items()
-        if name.startswith("cpu_ms ")
-    ]
+def _medians(backend: Backend, rounds: Sequence[Sequence[Figure]]) -> list[Figure]:
     return [
-        msgspec.structs.replace(figure, name=f"{backend.name}: {figure.name}") for figure in figures
+        msgspec.structs.replace(
+            figure,
+            name=f"{backend.name}: {figure.name}",
+            value=statistics.median(of_round[place].value for of_round in rounds),
+        )
+        for place, figure in enumerate(rounds[0])
     ]
 
 
-def _rates(raw: dict[Layout, RawModel], pipeline: Pipeline) -> dict[tuple[Layout, str], float]:
-    """Returns texts per second for each layout and way of batching, after a warm-up run."""
-    ids = pipeline.texts.token_ids(pipeline.texts.mixed(CHOICE_TEXTS))
-    for model in raw.values():
-        model.seconds(ids[: CHOICE_TEXTS // 4], WAYS[0])
-    return {
-        (layout, way): CHOICE_TEXTS / model.seconds(ids, way)
-        for layout, model in raw.items()
-        for way in WAYS
-    }
-
-
-def _round(
-    raw: dict[Layout, RawModel], ways: dict[Layout, str], pipeline: Pipeline
-) -> dict[str, Any]:
+def _round(raw: Sequence[RawModel], pipeline: Pipeline, backend: Backend) -> list[Figure]:
     texts = pipeline.texts.mixed(TEXTS)
     ids = pipeline.texts.token_ids(texts)
-    alone = [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
-    cpu_before, work_before = pipeline.cpu_s(), pipeline.work()
-    report = pipeline.ask(texts, IN_FLIGHT)
-    cpu_after, work_after = pipeline.cpu_s(), pipeline.work()
+    alone = [_raw(model, ids) for model in raw]
+    work_before = pipeline.work()
+    report, spent_s = pipeline.spend(lambda: pipeline.ask(texts, IN_FLIGHT))
     # Measured again, so that a machine that has slowed down in between doesn't favor the pipeline.
-    alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
+    alone += [_raw(model, ids) for model in raw]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()
-    real, padded = (now - then for now, then in zip(work_after, work_before, strict=True))
-    costs = {
-        f"cpu_ms {name}": 1000 * (cpu_after[name] - cpu_before[name]) / TEXTS for name in cpu_after
-    }
-    costs["cpu_ms load generator"] = 1000 * report.cpu_s / TEXTS
-    return {
-        "ratio_percent": 100 * report.rate / raw_rate,
-        "cpu_ratio_percent": 100 * raw_cpu_ms / sum(costs.values()),
-        "pipeline_rate": report.rate,
-        "raw_rate": raw_rate,
-        "p50_ms": round_trip["p50"],
-        "p99_ms": round_trip["p99"],
-        "padding_percent": 100 * real / padded,
-        **costs,
-        "cpu_ms raw model": raw_cpu_ms,
-    }
+    real, padded = (now - then for now, then in zip(pipeline.work(), work_before, strict=True))
+    costs_ms = {name: 1000 * cpu_s / TEXTS for name, cpu_s in spent_s.items()}
+    costs_ms["load generator"] = 1000 * report.cpu_s / TEXTS
+    own_cpu_ms, limit = sum(costs_ms.values()), LIMITS_PERCENT.get(backend.name)
+    bound = () if limit is None else (">=", limit)
+    return [
+        Figure("pipeline over raw model", 100 * report.rate / raw_rate, "%", *bound),
+        Figure("the same in CPU seconds per text", 100 * raw_cpu_ms / own_cpu_ms, "%"),
+        Figure("pipeline", report.rate, "texts/s"),
+        Figure("raw model, the better layout", raw_rate, "texts/s"),
+        Figure("round trip p50", round_trip["p50"], "ms"),
+        Figure("round trip p99", round_trip["p99"], "ms"),
+        Figure("padding efficiency", 100 * real / padded, "%", ">=", 95.0),
+        *(Figure(f"CPU per request, {name}", cost_ms, "ms") for name, cost_ms in costs_ms.items()),
+        Figure("CPU per request, raw model", raw_cpu_ms, "ms"),
+    ]
 
 
-def _raw(model: RawModel, ids: list[list[int]], way: str) -> tuple[float, float]:
+def _raw(model: RawModel, ids: list[list[int]]) -> tuple[float, float]:
     """Returns texts per second, and CPU milliseconds per text."""
-    before_s, took_s = model.cpu_s(), model.seconds(ids, way)
+    before_s, took_s = model.cpu_s(), model.seconds(ids)
     return len(ids) / took_s, 1000 * (model.cpu_s() - before_s) / len(ids)
