@@ -47,12 +47,15 @@ def card_name(device: str) -> str:
     return device if device == "cpu" else torch.cuda.get_device_name()
 
 
-def in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the median number of seconds for each. The first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(1 + scale.rounds):
+def in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Returns the seconds that each takes in every round, with a first round to warm up."""
+    taken_s: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(1 + scale.rounds):
         for name, work in contenders.items():
-            call_s = seconds(scale.device, work)
-            if number:
-                taken[name].append(call_s)
-    return {name: statistics.median(times) for name, times in taken.items()}
+            taken_s[name].append(seconds(scale.device, work))
+    return taken_s
+
+
+def medians(taken_s: dict[str, list[float]]) -> dict[str, float]:
+    """Returns the median of each contender's rounds, without the first one."""
+    return {name: statistics.median(times_s[1:]) for name, times_s in taken_s.items()}

@@ -11,11 +11,9 @@ Nothing is downloaded: speed doesn't depend on the values of the weights. Per ba
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace as replace_scale
 from functools import partial
 from pathlib import Path
@@ -28,9 +26,10 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from bench.gpu.card import DTYPES, in_turns
+from bench.gpu.card import DTYPES, in_turns, medians
 from bench.gpu.company import text_image
 from bench.gpu.scale import Scale
+from bench.report import Figure
 from models.shapes import PIPELINE
 from shared.models.catalog import Model
 from shared.models.entry import Batch
@@ -50,15 +49,14 @@ start.
 """
 
 
-def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
-    """Returns a row per task and batch size with each contender's images/s and TFLOP/s.
+def measure(scale: Scale, folder: Path, matrix_tflops: float) -> Iterator[Figure]:
+    """Yields each contender's images/s by task and batch size.
 
     For batches larger than `scale.compiled`, there are no compiled contenders.
     """
     plain = _Plain(folder, scale)
     eager = _load(folder, scale, max(scale.batches), compile="never")
     compiled = _load(folder, scale, scale.compiled, compile="auto")
-    rows = []
     for mode in ("text-to-image", "image-to-image"):
         items = [image_item(mode, number, scale) for number in range(max(scale.batches))]
         tera_per_image = plain.operations(items[0]) / 1e12
@@ -72,33 +70,30 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
                 contenders["ours"] = partial(draw, compiled, batch)
             if count == scale.compiled and mode == "text-to-image":
                 contenders["bare"] = _BareLoop(folder, scale, count).draw
-            taken = in_turns(scale, contenders)
-            rates = {name: count / call_s for name, call_s in taken.items()}
-            rows.append(
-                {
-                    "task": mode,
-                    "batch": count,
-                    "images_per_s": rates,
-                    "of_matrix_rate": {
-                        name: rate * tera_per_image / matrix_tflops for name, rate in rates.items()
-                    },
-                }
-            )
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+            taken_s = medians(in_turns(scale, contenders))
+            rates = {name: count / call_s for name, call_s in taken_s.items()}
+            for name, rate in rates.items():
+                label = f"{mode}, batch {count}, {name}"
+                yield Figure(label, rate, "images/s")
+                yield Figure(label, rate * tera_per_image / matrix_tflops, "of matrix rate")
+                yield Figure(f"{label} over plain", rate / rates["plain"], "times")
 
 
 def _load(
     folder: Path, scale: Scale, largest: int, *, compile: Literal["auto", "never"]
 ) -> ImageModel:
-    entry = image_entry(folder, replace_scale(scale, batches=(largest,)))
-    entry = entry.model_copy(
-        update={"image": entry.image.model_copy(update={"compile": compile})}, deep=True
-    )
-    device = Device(scale.device, threads=1, memory_fraction=1.0)
-    model = ImageModel(entry, folder, device, warmup_limit_s=WARMUP_LIMIT_S)
-    model.setup()
+    entry = image_entry(folder, replace_scale(scale, batches=(largest,)), compile=compile)
+    model = load_model(entry, folder, scale)
     model.warmup()
+    return model
+
+
+def load_model(
+    entry: Model, pipeline: Path, scale: Scale, *, memory_fraction: float = 1.0
+) -> ImageModel:
+    device = Device(scale.device, threads=1, memory_fraction=memory_fraction)
+    model = ImageModel(entry, pipeline, device, warmup_limit_s=WARMUP_LIMIT_S)
+    model.setup()
     return model
 
 
@@ -211,7 +206,8 @@ def image_item(mode: str, number: int, scale: Scale) -> PreparedImage:
     return replace(item, length=work, strength=STRENGTH, source=os.urandom(3 * pixels))
 
 
-def image_entry(folder: Path, scale: Scale) -> Model:
+def image_entry(folder: Path, scale: Scale, **image: Any) -> Model:
+    """Returns the catalog entry of a pipeline. `image` sets more fields of its `image`."""
     largest = max(scale.batches)
     return Model(
         name="stable-diffusion-random",
@@ -220,7 +216,11 @@ def image_entry(folder: Path, scale: Scale) -> Model:
         backend="torch",
         batch=Batch(max_items=largest, max_pixel_steps=largest * scale.side**2 * scale.text_steps),
         image=ImageDefaults(
-            width=scale.side, height=scale.side, steps=scale.text_steps, guidance_scale=GUIDANCE
+            width=scale.side,
+            height=scale.side,
+            steps=scale.text_steps,
+            guidance_scale=GUIDANCE,
+            **image,
         ),
     )
 

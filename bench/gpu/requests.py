@@ -9,7 +9,7 @@ drawn alone.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,49 +17,46 @@ from typing import Any
 import diffusers
 import msgspec
 import torch
-from safetensors.torch import save_file
 
-from bench.gpu.card import in_turns
+from bench.gpu.card import in_turns, medians
 from bench.gpu.company import distances, drawn, gradient, masked, outline, text_image
-from bench.gpu.images import GUIDANCE, image_entry
+from bench.gpu.images import GUIDANCE, image_entry, load_model
 from bench.gpu.scale import Scale
+from bench.report import Figure
 from models.shapes import PIPELINE
 from shared.models.catalog import Model
 from shared.models.entry import Batch
 from shared.models.image_entry import Adapter, Control, ImageDefaults
+from tests.workers.models import lora_files
 from workers.models.base import PreparedControl, PreparedImage
-from workers.models.device import Device
-from workers.models.image.model import ImageModel
 
 TOGETHER, RANK = 4, 8
 SHIPPED_SIDE, SHIPPED_GUIDANCE = 64, 2.0
 CONTROL_STD = 0.01
 
 
-def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
-    """Returns `costs`: seconds per batch of each kind, and its rate relative to the plain kind's.
+def measure(scale: Scale, pipeline: Path, folder: Path) -> Iterator[Figure]:
+    """Yields each feature's cost, and the distances by precision and kind of image.
 
-    `distances`: by precision and kind of image; see bench.gpu.company. In both, images are not
-    compiled: an entry with adapters never is.
+    For distances, see bench.gpu.company. In both, images are not compiled: an entry with adapters
+    never is.
     """
     folder.mkdir(parents=True)
-    costs = _costs(scale, pipeline, folder / "full")
+    yield from _costs(scale, pipeline, folder / "full")
     precisions = ("fp32",) if scale.device == "cpu" else ("fp32", "fp16", "bf16")
     extras = write_extras(PIPELINE, folder / "shipped", trained=PIPELINE.parent / "canny")
     kinds = _kinds(SHIPPED_SIDE, scale.joined_steps, SHIPPED_GUIDANCE)
-    apart = {
-        precision: distances(
-            load_model(_make_shipped_entry(extras, precision, scale), PIPELINE, scale), kinds
-        )
-        for precision in precisions
-    }
-    return {"costs": costs, "distances": apart}
+    for precision in precisions:
+        model = load_model(_make_shipped_entry(extras, precision, scale), PIPELINE, scale)
+        for kind, levels in distances(model, kinds).items():
+            label = f"joined, {precision}, {kind}"
+            yield Figure(f"{label}, max", float(levels.max()), "levels")
+            yield Figure(f"{label}, mean", float(levels.mean()), "levels")
 
 
-def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
+def _costs(scale: Scale, pipeline: Path, folder: Path) -> Iterator[Figure]:
     extras = write_extras(pipeline, folder)
-    entry = image_entry(pipeline, scale)
-    model = load_model(entry.model_copy(update={"image": _with(entry, extras)}), pipeline, scale)
+    model = load_model(image_entry(pipeline, scale, **extras), pipeline, scale)
     kinds = _kinds(scale.side, scale.text_steps, GUIDANCE)
     adapters = {
         "four adapters": [f"a{n}" for n in range(TOGETHER)],
@@ -71,11 +68,12 @@ def _costs(scale: Scale, pipeline: Path, folder: Path) -> list[dict[str, Any]]:
         name: [change(kinds["text"], seed=n, adapter=adapter) for n, adapter in enumerate(names)]
         for name, names in adapters.items()
     } | {name: [change(item, seed=n) for n in range(TOGETHER)] for name, item in same.items()}
-    taken = in_turns(scale, {name: partial(drawn, model, batches[name]) for name in batches})
-    return [
-        {"kind": name, "images_per_s": TOGETHER / call_s, "kept": taken["no extras"] / call_s}
-        for name, call_s in taken.items()
-    ]
+    taken = medians(
+        in_turns(scale, {name: partial(drawn, model, batch) for name, batch in batches.items()})
+    )
+    for name, call_s in taken.items():
+        yield Figure(f"four images, {name}", TOGETHER / call_s, "images/s")
+        yield Figure(f"four images, {name}, over none", taken["no extras"] / call_s, "times")
 
 
 def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
@@ -95,13 +93,6 @@ def _kinds(side: int, steps: int, guidance: float) -> dict[str, PreparedImage]:
     }
 
 
-def load_model(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
-    device = Device(scale.device, threads=1, memory_fraction=1.0)
-    model = ImageModel(entry, pipeline, device)
-    model.setup()
-    return model
-
-
 def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -> dict[str, Any]:
     """Writes adapters and a ControlNet for a pipeline. Returns the entry fields that refer to them.
 
@@ -111,7 +102,7 @@ def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -
     """
     folder.mkdir(parents=True)
     unet: Any = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
-    files = write_adapters(unet, folder, TOGETHER, RANK)
+    files = write_adapters(unet, folder)
     control = folder / "control"
     if trained is None:
         net = diffusers.ControlNetModel.from_unet(unet)
@@ -126,44 +117,34 @@ def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -
     }
 
 
-def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
-    return entry.image.model_copy(update=dict(extras))
-
-
-def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -> dict[str, Path]:
+def write_adapters(unet: torch.nn.Module, folder: Path) -> dict[str, Path]:
     """Writes adapters with random weights for each attention layer of a UNet.
 
     Returns their files by name (a0, a1, and so on).
     """
-    layers = {
+    layers: dict[str, torch.nn.Module] = {
         name: layer
         for name, layer in unet.named_modules()
         if isinstance(layer, torch.nn.Linear) and ".attn" in name
     }
-    files = {}
-    for number in range(count):
-        generator = torch.Generator().manual_seed(number)
-        tensors = {}
-        for name, layer in layers.items():
-            for side, shape in (
-                ("A", (rank, layer.in_features)),
-                ("B", (layer.out_features, rank)),
-            ):
-                weight = torch.randn(shape, generator=generator) * 0.05
-                tensors[f"unet.{name}.lora_{side}.weight"] = weight
-        files[f"a{number}"] = folder / f"{number}.safetensors"
-        save_file(tensors, files[f"a{number}"])
-    return files
+    return {
+        f"a{number}": lora_files.write(
+            folder / f"{number}.safetensors",
+            lora_files.as_peft(lora_files.random_weights({"unet": layers}, number, RANK)),
+        )
+        for number in range(TOGETHER)
+    }
 
 
 def _make_shipped_entry(extras: Mapping[str, Any], precision: str, scale: Scale) -> Model:
-    entry = Model(
+    return Model(
         name="stable-diffusion-tiny",
         task="image",
         source=f"local:{PIPELINE}",
         backend="torch",
         precision=precision,
         batch=Batch(max_items=8, max_pixel_steps=8 * SHIPPED_SIDE**2 * scale.joined_steps),
-        image=ImageDefaults(width=SHIPPED_SIDE, height=SHIPPED_SIDE, steps=scale.joined_steps),
+        image=ImageDefaults(
+            width=SHIPPED_SIDE, height=SHIPPED_SIDE, steps=scale.joined_steps, **extras
+        ),
     )
-    return entry.model_copy(update={"image": _with(entry, extras)})

@@ -39,9 +39,6 @@ class Scale:
     """Number of APIs and workers in addition to the first ones."""
     served_images: int = 32
     joined_steps: int = 20
-    flow_side: int = 1024
-    flow_steps: int = 20
-    flow_batches: tuple[int, ...] = (1,)
 
 
 FULL = Scale()
@@ -67,7 +64,4 @@ TINY = Scale(
     more_processes=1,
     served_images=2,
     joined_steps=5,
-    flow_side=64,
-    flow_steps=3,
-    flow_batches=(1, 2),
 )

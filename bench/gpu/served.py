@@ -9,35 +9,24 @@ large as the worker's.
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
-import psutil
-import yaml
 
 from bench.gpu.card import seconds
 from bench.gpu.company import drawn
-from bench.gpu.images import image_entry, image_item
+from bench.gpu.images import image_entry, image_item, load_model
 from bench.gpu.scale import Scale
 from bench.gpu.texts import SHAPES, TINY_SHAPES, text_entry, write_bert
-from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
+from bench.load.generator import LoadOrder, LoadReport, drive, embedding_bodies, percentiles
 from bench.load.texts import Texts
-from bench.pipeline import Part, Parts, say_nothing
-from infra.local.ports import Ports
+from bench.pipeline import Parts, create_process, serving
+from bench.report import Figure
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
 from shared.models.catalog import Model
-from shared.settings import environment_with
-from workers.models.device import Device
-from workers.models.image.model import ImageModel
-from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
 SERVED_TOKENS = 32_768
 """Tokens in a batch. Larger batches gain little on an H200."""
@@ -47,9 +36,8 @@ PER_REQUEST = 64
 """Number of texts in a request with many texts."""
 
 
-def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
-    """Returns a row per model and load: texts/s, latencies, and each process's CPU per text."""
-    rows = []
+def measure(scale: Scale, folder: Path) -> Iterator[Figure]:
+    """Yields texts/s, latencies, and each process's CPU time per text, by model and load."""
     for shape in SHAPES if scale.is_full_width else TINY_SHAPES:
         if scale.is_full_width and shape.name not in SERVED_SHAPES:
             continue
@@ -59,28 +47,14 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
         # By default, four full batches are admitted.
         entry = entry.model_copy(update={"max_in_flight": most})
         room = {"PENSTOCK_MAX_IN_FLIGHT": str(most)}
-        with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry, room) as stack:
+        with _serve(entry, room) as stack:
             texts = Texts(source, seed=1)
             narrow = _Served(Parts(stack), [stack.ports.api], entry.name, texts)
-            narrow.send(scale.warm_up_texts, 1, 32)
-            rows += [{"model": entry.name} | row for row in _rows(narrow, scale)]
+            drive(narrow.orders(scale.warm_up_texts, 1, 32)[0])
+            yield from narrow.measure(scale)
             with _more_processes(stack, entry, scale.more_processes) as apis:
                 wide = _Served(narrow.parts, [stack.ports.api, *apis], entry.name, texts)
-                rows += [{"model": entry.name} | row for row in _rows(wide, scale)]
-    return rows
-
-
-def _rows(served: _Served, scale: Scale) -> list[dict[str, Any]]:
-    loads = [(1, in_flight) for in_flight in scale.in_flight]
-    loads += [(PER_REQUEST, in_flight) for in_flight in scale.in_flight_many]
-    rows = []
-    for per_request, in_flight in loads:
-        if in_flight < len(served.apis):
-            continue
-        count = scale.served_texts if in_flight > 1 or per_request > 1 else scale.served_alone
-        rows.append(served.send(count, per_request, in_flight))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+                yield from wide.measure(scale)
 
 
 class _Served:
@@ -90,47 +64,43 @@ class _Served:
         self.parts, self.apis = parts, apis
         self._model, self._texts = model, texts
 
-    def send(self, count: int, per_request: int, in_flight: int) -> dict[str, Any]:
-        """Sends `count` new texts and returns the row for the table.
+    def measure(self, scale: Scale) -> Iterator[Figure]:
+        loads = [(1, in_flight) for in_flight in scale.in_flight]
+        loads += [(PER_REQUEST, in_flight) for in_flight in scale.in_flight_many]
+        for per_request, in_flight in loads:
+            if in_flight >= len(self.apis):
+                is_alone = in_flight == per_request == 1
+                count = scale.served_alone if is_alone else scale.served_texts
+                yield from self._send(count, per_request, in_flight)
 
-        Raises:
-            RuntimeError: not every request got a response.
-        """
-        bodies = self._bodies(count, per_request)
-        orders = [
+    def orders(self, count: int, per_request: int, in_flight: int) -> list[LoadOrder]:
+        """Returns an order for each API, with `count` new texts in all."""
+        texts = self._texts.mixed(count)
+        inputs = [texts[first : first + per_request] for first in range(0, count, per_request)]
+        bodies = embedding_bodies(self._model, inputs)
+        return [
             LoadOrder(port, bodies[number :: len(self.apis)], in_flight // len(self.apis))
             for number, port in enumerate(self.apis)
         ]
-        before = self.parts.cpu_s()
+
+    def _send(self, count: int, per_request: int, in_flight: int) -> Iterator[Figure]:
+        orders = self.orders(count, per_request, in_flight)
         with ThreadPoolExecutor(len(orders)) as threads:
-            reports = list(threads.map(drive, orders))
-        after = self.parts.cpu_s()
+            reports, spent_s = self.parts.spend(lambda: list(threads.map(drive, orders)))
         statuses = [report.statuses() for report in reports]
         if any(status.keys() != {200} for status in statuses):
             raise RuntimeError(f"every request should succeed, not {statuses}")
+        label = (
+            f"served {self._model}, {len(self.apis)} APIs and workers, "
+            f"{per_request} a request, {in_flight} in flight"
+        )
+        yield Figure(label, count / max(report.wall_s for report in reports), "texts/s")
         round_trips_ms = [one for report in reports for one in report.round_trip_ms]
-        return {
-            "apis": len(self.apis),
-            "per_request": per_request,
-            "in_flight": in_flight,
-            "texts": count,
-            "texts_per_s": count / max(report.wall_s for report in reports),
-            "round_trip_ms": percentiles(round_trips_ms),
-            "cpu_ms": {name: 1000 * (after[name] - before[name]) / count for name in after},
-        }
-
-    def _bodies(self, count: int, per_request: int) -> list[str]:
-        texts = self._texts.mixed(count)
-        return [
-            msgspec.json.encode(
-                {
-                    "model": self._model,
-                    "input": texts[first : first + per_request],
-                    "encoding_format": "base64",
-                }
-            ).decode()
-            for first in range(0, count, per_request)
-        ]
+        for name, value_ms in percentiles(round_trips_ms).items():
+            yield Figure(f"{label}, {name}", value_ms, "ms")
+        if len(self.apis) == 1:  # the CPU time is of the first processes only
+            for name, cpu_s in spent_s.items():
+                yield Figure(f"{label}, CPU per text, {name}", 1000 * cpu_s / count, "ms")
 
 
 @contextmanager
@@ -143,12 +113,7 @@ def _more_processes(stack: Stack, entry: Model, count: int) -> Iterator[list[int
             api = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
             worker = {"PENSTOCK_MODEL": entry.name, "PENSTOCK_HEALTH_PORT": str(health)}
             for module, own, its_port in (("api", api, port), ("workers", worker, health)):
-                process = Process(
-                    f"{module}-{number}",
-                    [sys.executable, "-m", module],
-                    stack.log_dir,
-                    environment=environment_with({**stack.environment, **own}),
-                )
+                process = create_process(stack, f"{module}-{number}", module, own)
                 processes.append((started.enter_context(process), its_port))
             apis.append(port)
         for process, its_port in processes:
@@ -159,34 +124,23 @@ def _more_processes(stack: Stack, entry: Model, count: int) -> Iterator[list[int
 IMAGES_LIMIT_S = 300.0
 
 
-def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Returns the images/s from a worker behind the API, and from its model by itself.
-
-    `is_forked` is True if the model process is a fork of the template.
-    """
+def measure_images(scale: Scale, folder: Path) -> Iterator[Figure]:
+    """Yields the images/s from a worker behind the API, and from its model by itself."""
     largest = max(scale.batches)
-    entry = image_entry(folder, scale)
-    entry = entry.model_copy(
-        update={"image": entry.image.model_copy(update={"compile": "never"})}, deep=True
-    )
-    model = ImageModel(entry, folder, Device(scale.device, threads=1, memory_fraction=0.5))
-    model.setup()
+    entry = image_entry(folder, scale, compile="never")
+    model = load_model(entry, folder, scale, memory_fraction=0.5)
     batch = [image_item("text-to-image", seed, scale) for seed in range(largest)]
     drawn(model, batch)
     alone_s = seconds(scale.device, partial(drawn, model, batch))
     del model
     bodies = [_image_body(seed, scale) for seed in range(largest + scale.served_images)]
-    with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry) as stack:
-        is_forked = _is_forked(stack.ports.health[0])
+    with _serve(entry) as stack:
         _ask_images(stack, bodies[:largest], largest)
         report = _ask_images(stack, bodies[largest:], 2 * largest)
-    return {
-        "in_flight": 2 * largest,
-        "alone_per_s": largest / alone_s,
-        "served_per_s": report.rate,
-        "round_trip_ms": report.round_trip(),
-        "is_forked": is_forked,
-    }
+    label = f"served images, {2 * largest} in flight"
+    yield Figure(f"{label}, the model alone", largest / alone_s, "images/s")
+    yield Figure(f"{label}, through the stack", report.rate, "images/s")
+    yield Figure(f"{label}, p50", report.round_trip()["p50"], "ms")
 
 
 def _image_body(seed: int, scale: Scale) -> str:
@@ -194,30 +148,12 @@ def _image_body(seed: int, scale: Scale) -> str:
     return json.dumps(asked | {"size": f"{scale.side}x{scale.side}"})
 
 
-@contextmanager
-def _stack_of(
-    folder: Path, entry: Model, settings: Mapping[str, str] | None = None
-) -> Iterator[Stack]:
-    catalog = folder / "models.yaml"
-    catalog.write_text(
-        yaml.safe_dump({"models": [entry.model_dump(mode="json", exclude_defaults=True)]}),
-        encoding="utf-8",
-    )
-    own = {"PENSTOCK_MODELS_FILE": str(catalog), "PENSTOCK_PROCESSES": "1"}
-    with Stack(
-        folder, ports=Ports.free(1), settings=own | dict(settings or {}), say=say_nothing
-    ) as stack:
-        yield stack
-
-
-def _is_forked(worker_port: int) -> bool:
-    """Returns whether the model process is a fork that did not have to re-execute its program."""
-    worker = Part(worker_port).pid
-    children = psutil.Process(worker).children(recursive=True)
-    model = next(one for one in children if one.name() == MODEL_PROCESS_NAME)
-    template = next(one for one in children if one.name() == TEMPLATE_NAME)
-    # A fork that re-executed its program no longer has the template's command line.
-    return model.ppid() == template.pid and model.cmdline() == template.cmdline()
+def _serve(
+    entry: Model, settings: Mapping[str, str] | None = None
+) -> AbstractContextManager[Stack]:
+    """Returns the stack with one model and one model process."""
+    models = [entry.model_dump(mode="json", exclude_defaults=True)]
+    return serving(models, {"PENSTOCK_PROCESSES": "1", **(settings or {})})
 
 
 def _ask_images(stack: Stack, bodies: list[str], in_flight: int) -> LoadReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from bench.gpu.company import text_image
 from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
 from bench.gpu.texts import SHAPES, TINY_SHAPES, draw_batches, prepare, text_entry, write_bert
+from bench.report import Figure
 from workers.models.base import Prepared, PreparedImage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.runtime.pooled_process import PooledProcess
@@ -25,12 +26,12 @@ TEXT_TOKENS = 2_048
 """Number of tokens in a batch for MiniLM."""
 
 
-def measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[str, float]]:
-    """Returns batches/s of the image model and of MiniLM: `alone`, `together`, and share `kept`."""
-    return asyncio.run(_measure(scale, images, folder))
+def measure(scale: Scale, images: Path, folder: Path) -> Iterator[Figure]:
+    """Yields batches/s of the image model and of MiniLM: alone, together, and the share kept."""
+    yield from asyncio.run(_measure(scale, images, folder))
 
 
-async def _measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[str, float]]:
+async def _measure(scale: Scale, images: Path, folder: Path) -> list[Figure]:
     shape = (SHAPES if scale.is_full_width else TINY_SHAPES)[0]
     entry = text_entry(shape, write_bert(folder, shape), scale, TEXT_TOKENS)
     [texts, *_] = draw_batches(TEXT_TOKENS, TEXT_TOKENS)
@@ -52,14 +53,15 @@ async def _measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[s
         alone = {name: await _rate(load, scale) for name, load in loads.items()}
         rates = await asyncio.gather(*(_rate(load, scale) for load in loads.values()))
         together = dict(zip(loads, rates, strict=True))
-    return {
-        name: {
-            "alone": alone[name],
-            "together": together[name],
-            "kept": together[name] / alone[name],
-        }
+    return [
+        figure
         for name in work
-    }
+        for figure in (
+            Figure(f"{name} alone", alone[name], "batches/s"),
+            Figure(f"{name} together", together[name], "batches/s"),
+            Figure(f"{name} kept while sharing", together[name] / alone[name], "of alone"),
+        )
+    ]
 
 
 async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -28,13 +26,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import BertConfig, BertModel
 
-from bench.gpu.card import DTYPES, seconds
+from bench.gpu.card import DTYPES, in_turns, medians
 from bench.gpu.scale import Scale
 from bench.load.texts import MIX
+from bench.report import Figure
 from shared.models.catalog import Model
 from shared.models.catalog_file import read_catalog
 from shared.models.entry import Batch
 from shared.models.tasks.embedding import EmbeddingResult
+from tests.workers.models.packed_attention import attend
 from workers.models.base import PreparedText
 from workers.models.embedding.bert_weights import read_bert_folder
 from workers.models.embedding.model import EmbeddingModel
@@ -70,13 +70,12 @@ SHAPES = (
 TINY_SHAPES = (Shape("tiny", 32, 2, 4),)
 
 
-def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
-    """Returns a row per model and batch size with each contender's tokens/s.
+def measure(scale: Scale, folder: Path) -> Iterator[Figure]:
+    """Yields each contender's tokens/s by model and batch size.
 
-    `cosine` is the lowest cosine similarity between one of our vectors and the vector that
+    The lowest cosine similarity is the one between one of our vectors and the vector that
     transformers computes in fp32.
     """
-    rows = []
     for shape in SHAPES if scale.is_full_width else TINY_SHAPES:
         bert = write_bert(folder / shape.name, shape)
         ours = model_for(
@@ -87,13 +86,13 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
         ours.warmup()
         plain = PlainBert(bert, scale.device, DTYPES[scale.precision])
         contest = _Contest(plain, ours, _pack(bert, scale), scale)
-        cosine = _lowest_cosine(bert, ours, scale)
-        rows += [
-            {"model": shape.name, "batch_tokens": tokens, "cosine": cosine} | contest.run(tokens)
-            for tokens in scale.batch_tokens
-        ]
-        print(json.dumps(rows[-len(scale.batch_tokens) :]), file=sys.stderr, flush=True)
-    return rows
+        yield Figure(f"{shape.name}, lowest cosine", _lowest_cosine(bert, ours, scale), "")
+        for tokens in scale.batch_tokens:
+            label, rates = f"{shape.name}, batches of {tokens} tokens", contest.run(tokens)
+            for name, rate in rates.items():
+                yield Figure(f"{label}, {name}", rate, "tokens/s")
+            for name, other in (("bare", "bare"), ("plain", "plain without plans")):
+                yield Figure(f"{label}, ours over {name}", rates["ours"] / rates[other], "times")
 
 
 class PlainBert:
@@ -151,12 +150,9 @@ class _Contest:
                 "ours, one at a time": lambda: list(map(self._predict, prepared)),
                 "ours": lambda: list(threads.map(self._predict, prepared)),
             }
-            taken: dict[str, list[float]] = {name: [] for name in contenders}
-            for _ in range(1 + self._scale.rounds):
-                for name, work in contenders.items():
-                    taken[name].append(seconds(self._scale.device, work))
-        rates = {name: tokens / statistics.median(times[1:]) for name, times in taken.items()}
-        return rates | {"plain, first": tokens / taken["plain"][0]}
+            taken_s = in_turns(self._scale, contenders)
+        rates = {name: tokens / pass_s for name, pass_s in medians(taken_s).items()}
+        return rates | {"plain, first": tokens / taken_s["plain"][0]}
 
     def _run_plain(
         self,
@@ -211,29 +207,8 @@ def _pack(folder: Path, scale: Scale) -> PackedBert:
         normalize=True,
         device=torch.device(scale.device),
         dtype=DTYPES[scale.precision],
-        attend=attend_each if scale.device == "cpu" else attend_packed,
+        attend=attend if scale.device == "cpu" else attend_packed,
     )
-
-
-def attend_each(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    key_borders: torch.Tensor,
-    longest: int,
-    longest_key: int,
-) -> torch.Tensor:
-    """Computes the same result as `varlen_attn`, text by text, on any device."""
-    sizes = borders.diff().tolist()
-    texts = (torch.split(heads, sizes) for heads in (query, key, value))
-    mixed = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(heads.transpose(0, 1)[None] for heads in text)
-        )[0].transpose(0, 1)
-        for text in zip(*texts, strict=True)
-    ]
-    return torch.cat(mixed)
 
 
 def _lowest_cosine(folder: Path, ours: EmbeddingModel, scale: Scale) -> float:

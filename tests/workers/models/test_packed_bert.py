@@ -16,9 +16,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.workers.models.packed_attention import attend
 from workers.models.embedding.bert_weights import BertWeights, LoadedBert
 from workers.models.embedding.encoder_torch import find_bert
 from workers.models.embedding.packed_bert import PackedBert, pack_texts
@@ -43,33 +43,6 @@ FAMILIES = {
 }
 CPU = torch.device("cpu")
 MAX_OPERATORS = 90
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    borders: torch.Tensor,
-    key_borders: torch.Tensor,
-    longest: int,
-    longest_key: int,
-) -> torch.Tensor:
-    """Computes each text's attention separately.
-
-    Checks the conditions that `varlen_attn` relies on.
-    """
-    lengths = borders.diff().tolist()
-    assert borders.dtype == torch.int32
-    assert torch.equal(borders, key_borders)
-    assert longest == longest_key == max(lengths)
-    assert sum(lengths) == len(query)
-    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    texts = zip(*(torch.split(heads, lengths) for heads in (query, key, value)), strict=True)
-    parts = (
-        scaled_dot_product_attention(*(heads.transpose(0, 1) for heads in text)).transpose(0, 1)
-        for text in texts
-    )
-    return torch.cat(list(parts))
 
 
 def model_of(config: Any) -> Any:
