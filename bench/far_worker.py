@@ -8,19 +8,18 @@ nearby. Because the model does no work, any slowdown is time spent waiting for t
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import uvloop
 
+from bench.child_process import ChildProcess
 from bench.distant_link import distant
 from bench.load.generator import percentiles
 from bench.timed_worker import MODEL, BrokerSite, Callers, DeviceKind, TimedWorker, WorkerCounts
@@ -93,8 +92,6 @@ class Killed:
     """Number of messages that the next worker received again."""
     redelivered_s: float
     """The time it takes to process these messages in full batches."""
-    asked: int
-    """Total number of requests, all of which got a response."""
     healed_s: float
     """Time from the kill to the last response for a job in flight."""
 
@@ -118,8 +115,8 @@ def far_site(
             yield BrokerSite(redis_url, pubsub_endpoint=far, near=address)
 
 
-class WorkerProcess:
-    """A worker in a separate process that this context manager starts and stops.
+class WorkerProcess(ChildProcess):
+    """A worker in a separate process.
 
     Args:
         hand: how many messages of each priority the worker holds. 0 means the usual number.
@@ -129,29 +126,12 @@ class WorkerProcess:
     def __init__(
         self, site: BrokerSite, project: str, load: FarLoad, hand: int = 0, rows_dir: str = ""
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self._process: SpawnProcess = context.Process(
-            target=_work, args=(site, project, load, hand, rows_dir, there), daemon=True
-        )
-
-    def __enter__(self) -> Self:
-        self._process.start()
-        if not self._pipe.poll(START_LIMIT_S):
-            raise TimeoutError("the worker did not start")
-        self._pipe.recv()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
+        super().__init__(_work, site, project, load, hand, rows_dir)
 
     async def counts(self) -> WorkerCounts:
-        self._pipe.send("")
-        counted: WorkerCounts = await asyncio.to_thread(self._pipe.recv)
+        """Returns its totals, as soon as it has started."""
+        self.send()
+        counted: WorkerCounts = await self.receive(START_LIMIT_S)
         return counted
 
 
@@ -164,11 +144,8 @@ class _Taken(RowSender):
         return []
 
 
-def _work(
-    site: BrokerSite, project: str, load: FarLoad, hand: int, rows_dir: str, pipe: Connection
-) -> None:
-    with suppress(EOFError):
-        uvloop.run(_work_until_killed(site, project, load, hand, rows_dir, pipe))
+def _work(*arguments: Any) -> None:
+    uvloop.run(_work_until_killed(*arguments))
 
 
 async def _work_until_killed(
@@ -190,7 +167,6 @@ async def _work_until_killed(
         )
         await stack.enter_async_context(worker)
         settle_heap()
-        pipe.send("ready")
         while True:
             await asyncio.to_thread(pipe.recv)
             pipe.send(worker.counts())
@@ -204,7 +180,7 @@ class _Calling:
         self._load = load
         self._is_over = False
         self.waits_ms = list[float]()
-        self.asked = self.failed = 0
+        self.failed = 0
         self._tasks = [asyncio.create_task(self._again()) for _ in range(load.jobs)]
 
     async def _again(self) -> None:
@@ -214,7 +190,6 @@ class _Calling:
             self.waits_ms.append(1000 * (time.perf_counter() - began_s))
 
     async def _until_sent(self) -> None:
-        self.asked += 1
         while True:
             try:
                 await self._callers.ask(self._load.job_items)
@@ -283,6 +258,7 @@ async def _measure(
     seconds: float,
     worker: WorkerProcess,
 ) -> Seen:
+    await worker.counts()
     async with _calling(site, project, load) as calling:
         await asyncio.sleep(lead_s)
         before = await worker.counts()
@@ -346,6 +322,7 @@ async def _kill(
     first: WorkerProcess,
     second: WorkerProcess,
 ) -> Killed:
+    await asyncio.gather(first.counts(), second.counts())
     async with _calling(site, project, load) as calling:
         await asyncio.sleep(lead_s / 2)
         before = await first.counts()
@@ -356,7 +333,6 @@ async def _kill(
         await calling.finish(limit_s)
         healed_s = time.perf_counter() - killed_s
         after = await second.counts()
-        asked_items = calling.asked
     rate = (then.items - before.items) / (then.at_s - before.at_s)
     redelivered = after.redelivered - already.redelivered
     return Killed(
@@ -364,6 +340,5 @@ async def _kill(
         held=then.held,
         redelivered=redelivered,
         redelivered_s=redelivered * load.job_items / load.max_items * load.batch_s,
-        asked=asked_items,
         healed_s=healed_s,
     )

@@ -1,8 +1,8 @@
 """The noisy tenant: on each surface, the worst that a caller with a valid key can do.
 
 It is a separate process with a lower priority, because in reality it would call from another
-machine. It reads an order (a line on stdin), prepares its requests, and reports that it is ready (a
-line on stdout). The next line on stdin starts it. At the end, it writes its results.
+machine. It prepares its requests, and sends a message when it is ready. The next message starts it.
+At the end, it sends its results.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import random
 import re
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 from zoneinfo import available_timezones
 
@@ -37,7 +38,6 @@ from bench.bad_neighbor.inputs import (
     plain_image,
     text,
 )
-from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
@@ -64,10 +64,10 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class BadOrder(msgspec.Struct):
-    """The load on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
+    """The load on a surface, with silent webhook `receivers` and slowly read `streams`."""
 
     url: str
-    surfaces: list[str]
+    surface: str
     seconds: float
     receivers: int
     streams: int
@@ -93,7 +93,7 @@ class Bad:
     def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
         self._order = order
         self._http = http
-        self._large = plain_image(4096) if "images" in order.surfaces else ""
+        self._large = plain_image(4096) if order.surface == "images" else ""
         self._upload = batch_file(1, 12) + b" " * (8 * MIB)
         self._receivers: list[str] = []
         self._is_over = False
@@ -104,7 +104,7 @@ class Bad:
         self.step_ms: list[float] = []
 
     async def time_alone(self) -> None:
-        """Requests each kind of work once, so its time is known even if no response comes later."""
+        """Requests the work once, so its time is known even if no response comes later."""
         kinds: dict[str, AuditEvent] = {
             "texts": self._pages,
             "images": self._images,
@@ -113,17 +113,15 @@ class Bad:
             "streams": self._long_text,
             "webhooks": self._short_text,
         }
-        for name in self._order.surfaces:
-            if act := kinds.get(name):
-                await act()
+        if act := kinds.get(self._order.surface):
+            await act()
 
     async def run(self) -> None:
         """Sends its load for the duration of the order, then abandons any unfinished requests."""
         async with AsyncExitStack() as undo:
-            if "webhooks" in self._order.surfaces:
+            if self._order.surface == "webhooks":
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
-            acts = [act for name in self._order.surfaces for act in self._worst(name)]
-            tasks = [asyncio.create_task(self._again(act)) for act in acts]
+            tasks = [asyncio.create_task(self._again(act)) for act in self._worst()]
             await asyncio.sleep(self._order.seconds)
             # An aiohttp timeout that fires at the same time swallows the cancellation.
             self._is_over = True
@@ -134,8 +132,8 @@ class Bad:
             async with asyncio.timeout(TIDY_LIMIT_S):
                 await self._tidy()
 
-    def _worst(self, name: str) -> Sequence[AuditEvent]:
-        """Returns the calls that are repeated concurrently on a surface."""
+    def _worst(self) -> Sequence[AuditEvent]:
+        """Returns the calls that are repeated concurrently on the surface."""
         worst: dict[str, list[AuditEvent]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
@@ -148,7 +146,7 @@ class Bad:
             "streams": [self._slow_reader] * self._order.streams + [self._long_text],
             "webhooks": [self._unheard] * 8 + [self._short_text],
         }
-        return worst[name]
+        return worst[self._order.surface]
 
     async def _again(self, act: AuditEvent) -> None:
         while not self._is_over:
@@ -328,9 +326,9 @@ class Bad:
 
     async def _tidy(self) -> None:
         """Cancels its batches and deletes its files, so the next drive starts like the first."""
-        if "batches" in self._order.surfaces:
+        if self._order.surface == "batches":
             await self._cancel_batches()
-        if {"batches", "uploads"} & {*self._order.surfaces}:
+        if self._order.surface in ("batches", "uploads"):
             await self._delete_files(1000)
 
     async def _cancel_batches(self) -> None:
@@ -401,35 +399,27 @@ async def _hanging(count: int) -> AsyncIterator[list[str]]:
         yield urls
 
 
-async def do_worst(order: BadOrder, may_begin: Callable[[], object]) -> BadReport:
-    """Carries out the order on this event loop once `may_begin` has returned."""
+def do_worst(order: BadOrder, pipe: Connection) -> None:
+    """Runs the noisy tenant in this process until it has sent its report."""
+    step_back()
+    uvloop.run(_carry_out(order, pipe))
+
+
+async def _carry_out(order: BadOrder, pipe: Connection) -> None:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=120.0)
     async with aiohttp.ClientSession(headers=KEY, connector=connector, timeout=timeout) as http:
         bad = Bad(order, http)
         await bad.time_alone()
-        may_begin()
+        pipe.send("ready")
+        pipe.recv()
         await bad.run()
-    return BadReport(
+    report = BadReport(
         bad.sent,
         sum(count for status, count in bad.statuses.items() if status >= 400),
         dict(sorted(bad.statuses.items())),
         dict(bad.reasons.most_common(MAX_REASONS)),
-        _median(bad.batch_ms),
-        _median(bad.step_ms),
+        median(bad.batch_ms or [0.0]),
+        median(bad.step_ms or [0.0]),
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2] if values else 0.0
-
-
-def main() -> int:
-    step_back()
-    order = read_order(BadOrder)
-    write_report(uvloop.run(do_worst(order, await_start)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    pipe.send(report)

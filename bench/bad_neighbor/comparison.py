@@ -31,7 +31,6 @@ from infra import text_table
 RATIO = 2.0
 WAITS_FOR_A_BATCH = frozenset({"texts", "images", "batches", "webhooks"})
 WRITES_IN_STEPS = frozenset({"generations", "streams"})
-EVERYTHING = "all at once"
 
 
 @dataclass
@@ -39,8 +38,6 @@ class Beside:
     """One row of the table."""
 
     surface: str
-    is_of_all: bool = False
-    """True if both tenants used all surfaces at once."""
     alone: Noticed = field(default_factory=Noticed)
     same_cpu: Noticed = field(default_factory=Noticed)
     """Latencies alongside the same CPU load without requests."""
@@ -56,10 +53,6 @@ class Beside:
     """Cores used by the noisy tenant in each round, including the work it caused in the stack."""
     burned_cores: list[float] = field(default_factory=list)
     """Cores used in each round by the same load without requests."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.surface}, {EVERYTHING}" if self.is_of_all else self.surface
 
     @property
     def ratio(self) -> float:
@@ -160,12 +153,12 @@ def cells(line: Beside) -> tuple[str, ...]:
         percentile(line.beside, 99),
     ]
     return (
-        line.name,
+        line.surface,
         str(line.beside.sent),
         *(f"{value_ms:,.0f}" for value_ms in times_ms),
         f"{line.ratio:.2f}",
-        "" if line.is_of_all else f"{line.limit_ms:,.0f}",
-        "" if line.is_of_all else line.verdict,
+        f"{line.limit_ms:,.0f}",
+        line.verdict,
         str(line.quiet_refused),
         f"{np.mean(line.cores):.2f}" if line.cores else "",
         str(line.sent),
@@ -193,22 +186,20 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
 
 def _figures(line: Beside) -> list[Figure]:
-    alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
-    # Eight surfaces running at once share one machine's cores, and the pipeline can't partition
-    # them.
-    bound = () if line.is_of_all else ("<=", line.limit_ms)
+    label, drives = line.surface, (line.alone, line.same_cpu, line.beside)
+    alone_ms, same_cpu_ms, beside_ms = (percentile(drive, 99) for drive in drives)
     return [
-        Figure(f"{line.name}: quiet alone, p99", alone, "ms"),
-        Figure(f"{line.name}: beside the same CPU load, p99", percentile(line.same_cpu, 99), "ms"),
-        Figure(f"{line.name}: beside the bad one, p99", beside, "ms", *bound),
-        Figure(f"{line.name}: the third over the first", line.ratio, "x"),
-        expect_none(f"{line.name}: refused of the quiet one", line.quiet_refused),
+        Figure(f"{label}: quiet alone, p99", alone_ms, "ms"),
+        Figure(f"{label}: beside the same CPU load, p99", same_cpu_ms, "ms"),
+        Figure(f"{label}: beside the bad one, p99", beside_ms, "ms", "<=", line.limit_ms),
+        Figure(f"{label}: the third over the first", line.ratio, "x"),
+        expect_none(f"{label}: refused of the quiet one", line.quiet_refused),
     ]
 
 
 def _details(line: Beside) -> dict[str, Any]:
     return {
-        "surface": line.name,
+        "surface": line.surface,
         "met_by": line.verdict,
         "alone_ms": [round(value_ms, 1) for value_ms in line.alone.took_ms],
         "same_cpu_ms": [round(value_ms, 1) for value_ms in line.same_cpu.took_ms],

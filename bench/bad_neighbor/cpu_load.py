@@ -4,28 +4,24 @@ Both tenants share the cores with the entire stack. The pipeline can't divide up
 more cores a quiet tenant would not notice any of this. That is why the CPU time that each process
 spends on the noisy tenant is measured. Then the same number of processes use the same CPU time, in
 bursts of the same length, while the quiet tenant has the pipeline to itself.
-
-When run as a process, it burns CPU time: it reads an order on stdin and writes the number of cores
-it used to stdout.
 """
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import psutil
+
+from bench.child_process import ChildProcess
 
 NICENESS = 10
 MIN_CORES = 0.005
@@ -120,43 +116,36 @@ def cores_of(load: Load) -> float:
     return sum(burst.cores for bursts in load.values() for burst in bursts)
 
 
-class BurnOrder(msgspec.Struct):
-    """The CPU load to burn for one part, for how long, and whether to do it at a lower priority."""
-
-    bursts: list[CpuBurst]
-    seconds: float
-    steps_back: bool
-
-
 @asynccontextmanager
 async def burning(
     load: Load, seconds: float, low_parts: Sequence[str]
 ) -> AsyncIterator[list[float]]:
-    """Burns the load while the block runs.
+    """Burns the load while the block runs, at a lower priority for `low_parts`.
 
     After the block, the list contains the number of cores it used.
     """
-    orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     cores_got: list[float] = []
-    async with asyncio.TaskGroup() as tasks:
-        burns = [tasks.create_task(_burn_part(order)) for order in orders]
+    with ExitStack() as stack:
+        burns = [
+            stack.enter_context(ChildProcess(_burn_part, bursts, seconds, part in low_parts))
+            for part, bursts in load.items()
+        ]
         yield cores_got
-    cores_got.append(sum(burn.result() for burn in burns))
+        cores_got.append(sum([await burn.receive(seconds + END_LIMIT_S) for burn in burns]))
 
 
-async def _burn_part(order: BurnOrder) -> float:
-    words, pipe = ("-m", "bench.bad_neighbor.cpu_load"), subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *words, stdin=pipe, stdout=pipe, start_new_session=True
-    )
-    try:
-        async with asyncio.timeout(order.seconds + END_LIMIT_S):
-            output, _ = await process.communicate(msgspec.json.encode(order))
-        return msgspec.json.decode(output, type=float)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+def _burn_part(
+    bursts: Sequence[CpuBurst], seconds: float, steps_back: bool, pipe: Connection
+) -> None:
+    """Burns a part's load in processes of this session, and sends the number of cores used."""
+    if steps_back:
+        step_back()
+    context = multiprocessing.get_context("fork")
+    # A pipe for each, because a queue needs semaphores in /dev/shm, which a machine may lack.
+    pipes = [context.Pipe(duplex=False) for _ in bursts]
+    for burst, (_, sender) in zip(bursts, pipes, strict=True):
+        context.Process(target=_burn_one, args=(burst, seconds, sender)).start()
+    pipe.send(sum(receiver.recv() for receiver, _ in pipes) / seconds)
 
 
 def burn(burst: CpuBurst, seconds: float) -> float:
@@ -175,23 +164,5 @@ def burn(burst: CpuBurst, seconds: float) -> float:
     return time.thread_time() - began_cpu_s
 
 
-def main() -> int:
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=BurnOrder)
-    if order.steps_back:
-        step_back()
-    context = multiprocessing.get_context("fork")  # one session, just like a part's processes
-    # A pipe for each, because a queue needs semaphores in /dev/shm, which a machine may lack.
-    pipes = [context.Pipe(duplex=False) for _ in order.bursts]
-    for burst, (_, sender) in zip(order.bursts, pipes, strict=True):
-        context.Process(target=_burn_one, args=(burst, order.seconds, sender)).start()
-    total_s = sum(receiver.recv() for receiver, _ in pipes)
-    sys.stdout.buffer.write(msgspec.json.encode(total_s / order.seconds))
-    return 0
-
-
 def _burn_one(burst: CpuBurst, seconds: float, told: Connection[float, None]) -> None:
     told.send(burn(burst, seconds))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

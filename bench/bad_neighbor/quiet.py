@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -214,26 +214,18 @@ async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
             await runner.cleanup()
 
 
-async def notice(quiet: Quiet, surfaces: Sequence[Surface], seconds: float) -> dict[str, Noticed]:
-    """Uses each surface at its rate for `seconds`, and waits for all of the requests it started.
+async def notice(quiet: Quiet, surface: Surface, seconds: float) -> Noticed:
+    """Uses a surface at its rate for `seconds`, and waits for all of the requests it started.
 
-    Returns:
-        Results by surface name. A request's time is measured from when it was due.
+    A request's time is measured from when it was due.
     """
-    noticed = {surface.name: Noticed() for surface in surfaces}
-    async with asyncio.TaskGroup() as drives:
-        for surface in surfaces:
-            drives.create_task(_drive(quiet, surface, seconds, noticed[surface.name]))
-    return noticed
-
-
-async def _drive(quiet: Quiet, surface: Surface, seconds: float, noticed: Noticed) -> None:
-    began_s = time.monotonic()
+    noticed, began_s = Noticed(), time.monotonic()
     async with asyncio.TaskGroup() as requests:
         for number in range(max(1, round(seconds / surface.every_s))):
             due_s = began_s + number * surface.every_s
             await asyncio.sleep(due_s - time.monotonic())
             requests.create_task(_one(quiet, surface, due_s, noticed))
+    return noticed
 
 
 async def _one(quiet: Quiet, surface: Surface, due_s: float, noticed: Noticed) -> None:

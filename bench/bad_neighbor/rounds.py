@@ -1,8 +1,7 @@
 """A quiet tenant on each surface: alone, alongside a noisy tenant, and alongside the same CPU load.
 
 That CPU load (cpu_load.py) doesn't come from requests, so it shows how much of the effect is caused
-by sharing this machine's cores. The limit is in comparison.py. There is no limit for the
-measurement of all surfaces at once.
+by sharing this machine's cores. The limit is in comparison.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from bench.bad_neighbor.bad import TIDY_LIMIT_S, BadOrder, BadReport
+from bench.bad_neighbor.bad import TIDY_LIMIT_S, BadOrder, BadReport, do_worst
 from bench.bad_neighbor.comparison import Beside, cells, outcome_of, shown
 from bench.bad_neighbor.cpu_load import (
     CpuDrive,
@@ -21,7 +20,6 @@ from bench.bad_neighbor.cpu_load import (
     cpu_times,
     load_between,
 )
-from bench.bad_neighbor.ordered import ordered
 from bench.bad_neighbor.quiet import (
     SURFACES,
     Noticed,
@@ -31,6 +29,7 @@ from bench.bad_neighbor.quiet import (
     quiet_tenant,
 )
 from bench.bad_neighbor.world import await_idle, serving
+from bench.child_process import ChildProcess
 from bench.report import Outcome
 from infra.local.stack import Stack
 
@@ -48,15 +47,11 @@ CLIENT = "client"
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures each surface, then all of them at once. Takes about half an hour.
-
-    With `quick`, it takes six minutes and skips the measurement of all surfaces at once.
-    """
+    """Measures each surface. Takes about half an hour, or six minutes with `quick`."""
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     receivers = QUICK_RECEIVERS if quick else RECEIVERS
-    drives = [[surface] for surface in SURFACES] + ([] if quick else [list(SURFACES)])
     with serving() as stack:
-        lines = asyncio.run(measure(stack, drives, seconds, rounds, receivers=receivers))
+        lines = asyncio.run(measure(stack, SURFACES, seconds, rounds, receivers=receivers))
     print(shown(lines), flush=True)
     outcome = outcome_of(lines)
     outcome.details |= {"seconds": seconds, "rounds": rounds, "receivers": receivers}
@@ -65,47 +60,37 @@ def run(*, quick: bool = False) -> Outcome:
 
 async def measure(
     stack: Stack,
-    drives: Sequence[Sequence[Surface]],
+    surfaces: Sequence[Surface],
     seconds: float,
     rounds: int,
     *,
     receivers: int = RECEIVERS,
-    streams: int = STREAMS,
     burns: bool = True,
 ) -> list[Beside]:
-    """Measures surfaces one after another, or several at once.
+    """Measures surfaces one after another.
 
     Args:
-        drives: the surfaces to measure, where each entry contains the ones to measure together.
         seconds: how long the quiet tenant sends requests in each drive.
         burns: False to skip the drives with the same CPU load, which are needed only for the
             verdict.
     """
-    results: list[Beside] = []
+    lines: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
-        await notice(
-            quiet, list({surface for together in drives for surface in together}), WARM_UP_S
-        )
-        for together in drives:
-            names = [surface.name for surface in together]
-            order = BadOrder(stack.api_url, names, seconds + LEAD_S, receivers, streams)
-            lines = {name: Beside(name, len(names) > 1) for name in names}
+        await asyncio.gather(*(notice(quiet, surface, WARM_UP_S) for surface in surfaces))
+        for surface in surfaces:
+            order = BadOrder(stack.api_url, surface.name, seconds + LEAD_S, receivers, STREAMS)
+            line = Beside(surface.name)
             for _ in range(rounds):
-                load = await _round(stack, quiet, together, order, lines)
+                load = await _round(stack, quiet, surface, order, line)
                 if burns:
-                    await _same_cpu(stack, quiet, together, order, lines, load)
-            results += lines.values()
-            for line in lines.values():
-                print(f"  {' '.join(cells(line))}", flush=True)
-    return results
+                    await _same_cpu(stack, quiet, surface, order, line, load)
+            lines.append(line)
+            print(f"  {' '.join(cells(line))}", flush=True)
+    return lines
 
 
 async def _round(
-    stack: Stack,
-    quiet: Quiet,
-    surfaces: Sequence[Surface],
-    order: BadOrder,
-    lines: dict[str, Beside],
+    stack: Stack, quiet: Quiet, surface: Surface, order: BadOrder, line: Beside
 ) -> Load:
     """Measures the quiet tenant alone and alongside the noisy one.
 
@@ -113,47 +98,40 @@ async def _round(
     """
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
-    async with ordered(["bench.bad_neighbor.bad"], order, PROCESS_LIMIT_S) as bad:
+    with ChildProcess(do_worst, order) as bad:
         leaders[CLIENT] = bad.pid
+        await bad.receive(PROCESS_LIMIT_S)
         await asyncio.to_thread(await_idle, stack)
-        alone, alone_drive = await noticed_with_load(quiet, surfaces, seconds, leaders)
-        bad.begin()
+        alone, alone_drive = await notice_with_load(quiet, surface, seconds, leaders)
+        bad.send()
         await asyncio.sleep(LEAD_S)
-        beside, beside_drive = await noticed_with_load(quiet, surfaces, seconds, leaders)
+        beside, beside_drive = await notice_with_load(quiet, surface, seconds, leaders)
         limit_s = order.seconds + TIDY_LIMIT_S + PROCESS_LIMIT_S
-        report = await bad.report(BadReport, limit_s)
+        report: BadReport = await bad.receive(limit_s)
     await quiet.tidy()
     load = load_between(alone_drive, beside_drive)
-    for name, line in lines.items():
-        line.alone.add(alone[name])
-        line.beside.add(beside[name])
-        line.cores.append(cores_of(load))
-        line.add(report)
+    line.alone.add(alone)
+    line.beside.add(beside)
+    line.cores.append(cores_of(load))
+    line.add(report)
     return load
 
 
 async def _same_cpu(
-    stack: Stack,
-    quiet: Quiet,
-    surfaces: Sequence[Surface],
-    order: BadOrder,
-    lines: dict[str, Beside],
-    load: Load,
+    stack: Stack, quiet: Quiet, surface: Surface, order: BadOrder, line: Beside, load: Load
 ) -> None:
     await asyncio.to_thread(await_idle, stack)
     async with burning(load, order.seconds, [CLIENT]) as burned:
         await asyncio.sleep(LEAD_S)
-        same_cpu = await notice(quiet, surfaces, order.seconds - LEAD_S)
+        line.same_cpu.add(await notice(quiet, surface, order.seconds - LEAD_S))
     await quiet.tidy()
-    for name, line in lines.items():
-        line.same_cpu.add(same_cpu[name])
-        line.burned_cores += burned
+    line.burned_cores += burned
 
 
-async def noticed_with_load(
-    quiet: Quiet, surfaces: Sequence[Surface], seconds: float, leaders: dict[str, int]
-) -> tuple[dict[str, Noticed], CpuDrive]:
+async def notice_with_load(
+    quiet: Quiet, surface: Surface, seconds: float, leaders: dict[str, int]
+) -> tuple[Noticed, CpuDrive]:
     began_s, before = time.monotonic(), cpu_times(leaders)
-    noticed = await notice(quiet, surfaces, seconds)
+    noticed = await notice(quiet, surface, seconds)
     after = cpu_times(leaders)
     return noticed, CpuDrive(time.monotonic() - began_s, before, after)

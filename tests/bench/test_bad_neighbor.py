@@ -65,7 +65,7 @@ async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
     # that it runs.
     burns = surface is SURFACES[-1]
     for round_number in range(1, MAX_ROUNDS + 1):
-        (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS, burns=burns)
+        (found,) = await measure(stack, [surface], SECONDS, 1, receivers=RECEIVERS, burns=burns)
         assert bool(found.burned_cores) == burns
         assert not found.lost
         # Under load, it's possible that none of its slow readers will finish. In that case they

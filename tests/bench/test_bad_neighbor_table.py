@@ -35,12 +35,9 @@ def noticed(took_ms: float, refused: int = 0) -> Noticed:
     return Noticed(100 + refused, [took_ms] * 100, Counter({"429 try later": refused}))
 
 
-def beside(
-    surface: str, beside_ms: float = 25.0, *, refused: int = 0, is_of_all: bool = False
-) -> Beside:
+def beside(surface: str, beside_ms: float = 25.0, *, refused: int = 0) -> Beside:
     line = Beside(
         surface,
-        is_of_all=is_of_all,
         alone=noticed(10.0),
         same_cpu=noticed(SLOWER_CONTROL_MS),
         beside=noticed(beside_ms, refused),
@@ -87,11 +84,6 @@ def test_table_says_what_of_the_bound_was_needed(beside_ms: float, met_by: str) 
     line = beside("texts", beside_ms)
     assert line.verdict == met_by
     assert met_by in shown([line])
-
-
-def test_all_at_once_has_no_bound_on_time() -> None:
-    figures = {one.name: one for one in outcome_of([beside("uploads", is_of_all=True)]).figures}
-    assert figures["uploads, all at once: beside the bad one, p99"].is_met
 
 
 def test_refusal_of_the_quiet_tenant_is_a_failure() -> None:
