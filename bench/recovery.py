@@ -7,33 +7,24 @@ process is killed.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
+from bench.load.generator import LoadOrder, embedding_bodies, send
 from bench.report import Figure, Outcome, expect_none
+from penstock_load.exchange import Exchange
 from tests.faults.world import MODEL, World
 
 IN_FLIGHT = 16
 CALM_S, AFTER_S = 2.0, 16.0
 ROUNDS = 3
+LIMIT_S = 60.0
+MAX_REQUESTS = 20_000
 TEXT = "The quick brown fox jumps over the lazy dog, number {0}, " * 4
-
-
-@dataclass(frozen=True)
-class TimedCall:
-    """One request, with its start and end (monotonic seconds), and status (0 means no response)."""
-
-    began_s: float
-    ended_s: float
-    status: int
 
 
 def run() -> Outcome:
@@ -49,7 +40,11 @@ def run() -> Outcome:
                 ) as world:
                     starts_s.append(time.monotonic() - began_s)
                     killed_s, calls = asyncio.run(_measure(world, kill))
-            hit = [call for call in calls if call.began_s <= killed_s < call.ended_s]
+            hit = [
+                call
+                for call in calls
+                if call.ended_s - call.round_trip_ms / 1000 <= killed_s < call.ended_s
+            ]
             waits_s.append(max(call.ended_s - killed_s for call in hit))
             failed += sum(call.status != 200 for call in calls)
         figures.append(
@@ -60,33 +55,20 @@ def run() -> Outcome:
     return Outcome(figures, details)
 
 
-async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, list[TimedCall]]:
-    calls: list[TimedCall] = []
-    numbers, over = itertools.count(), asyncio.Event()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-
-        async def call() -> None:
-            while not over.is_set():
-                began_s = time.monotonic()
-                body = {"model": MODEL, "input": TEXT.format(next(numbers))}
-                try:
-                    async with session.post(
-                        f"{world.url('api-0')}/v1/embeddings", json=body
-                    ) as response:
-                        await response.read()
-                        status = response.status
-                except (aiohttp.ClientError, TimeoutError):
-                    status = 0
-                calls.append(TimedCall(began_s, time.monotonic(), status))
-
-        callers = [asyncio.create_task(call()) for _ in range(IN_FLIGHT)]
-        await asyncio.sleep(CALM_S)
-        killed_s = time.monotonic()
-        kill(world)
-        await asyncio.sleep(AFTER_S)
-        over.set()
-        await asyncio.gather(*callers)
-    return killed_s, calls
+async def _measure(world: World, kill: Callable[[World], Any]) -> tuple[float, list[Exchange]]:
+    """Returns when the kill happened, in seconds since the load began, and all requests."""
+    order = LoadOrder(
+        world.port("api-0"),
+        embedding_bodies(MODEL, [TEXT.format(number) for number in range(MAX_REQUESTS)]),
+        IN_FLIGHT,
+        send_s=CALM_S + AFTER_S,
+        limit_s=LIMIT_S,
+    )
+    began_s, sending = time.perf_counter(), asyncio.create_task(send(order))
+    await asyncio.sleep(CALM_S)
+    killed_s = time.perf_counter() - began_s
+    kill(world)
+    return killed_s, (await sending).exchanges
 
 
 def _kill_model_process(world: World) -> None:

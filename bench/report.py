@@ -15,6 +15,7 @@ import msgspec
 
 from infra import text_table
 from infra.python_build import is_optimized
+from workers.models.processors import detect_cpu
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -57,7 +58,7 @@ class Outcome(msgspec.Struct):
 
 def machine() -> dict[str, Any]:
     return {
-        "cpu": _cpu_model(),
+        "cpu": detect_cpu().name.strip() or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version() + ("" if is_optimized() else ", not optimized"),
@@ -66,21 +67,6 @@ def machine() -> dict[str, Any]:
         "is_clean": not _git("status", "--porcelain", "--untracked-files=no"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _cpu_model() -> str:
-    """Returns the CPU's model name.
-
-    On Linux, it is in this file; on other systems, `platform` provides it.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 def _git(*words: str) -> str:

@@ -7,12 +7,13 @@ rows, and the tokens in them.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-import threading
-import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
+from aiohttp import web
+
+MAX_BODY_BYTES = 64 * 2**20
 
 
 class _Values(msgspec.Struct):
@@ -41,59 +42,37 @@ _decoder = msgspec.json.Decoder(_Insert)
 
 class _Sink:
     def __init__(self, latency_s: float, most: int) -> None:
-        self.latency_s = latency_s
-        self.is_away = False
-        self.counts = RowCounts()
+        self._latency_s = latency_s
+        self._is_away = False
+        self._counts = RowCounts()
         self._seen = bytearray(most)
-        self._lock = threading.Lock()
 
-    def take(self, body: bytes) -> None:
-        rows = _decoder.decode(body).rows
-        with self._lock:
-            for row in rows:
-                # The row's number, which the benchmark puts at the end of its request.
-                number = int(row.insert_id.partition(":")[0][-8:], 16)
-                self.counts.rows += 1
-                if not self._seen[number]:
-                    self._seen[number] = 1
-                    self.counts.different += 1
-                    self.counts.tokens += row.values.tokens
+    async def insert(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        if self._is_away:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        for row in _decoder.decode(body).rows:
+            # The row's number, which the benchmark puts at the end of its request.
+            number = int(row.insert_id.partition(":")[0][-8:], 16)
+            self._counts.rows += 1
+            if not self._seen[number]:
+                self._seen[number] = 1
+                self._counts.different += 1
+                self._counts.tokens += row.values.tokens
+        await asyncio.sleep(self._latency_s)
+        return web.json_response({})
 
-
-def _handler_of(sink: _Sink) -> type[BaseHTTPRequestHandler]:
-    class RowHandler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if sink.is_away:
-                self.close_connection = True
-                return
-            sink.take(body)
-            time.sleep(sink.latency_s)
-            self._answer(b"{}")
-
-        def do_GET(self) -> None:
-            if self.path in ("/away", "/back"):
-                sink.is_away = self.path == "/away"
-            self._answer(msgspec.json.encode(sink.counts))
-
-        def _answer(self, body: bytes) -> None:
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None: ...
-
-    return RowHandler
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    async def command(self, request: web.Request) -> web.Response:
+        if request.path in ("/away", "/back"):
+            self._is_away = request.path == "/away"
+        return web.Response(body=msgspec.json.encode(self._counts))
 
 
 if __name__ == "__main__":
     port, latency_ms, most = map(int, sys.argv[1:])
-    _Server(("127.0.0.1", port), _handler_of(_Sink(latency_ms / 1000, most))).serve_forever()
+    sink = _Sink(latency_ms / 1000, most)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.add_routes([web.post("/{path:.*}", sink.insert), web.get("/{path:.*}", sink.command)])
+    web.run_app(app, host="127.0.0.1", port=port, print=None)

@@ -7,15 +7,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.peers.environments import programs_of
 from bench.peers.loads import plan
 from bench.peers.roster import CONTENDERS, Contender
-from bench.peers.rounds import measure
+from bench.peers.rounds import measure, say
 from bench.peers.serving import HERE, serving
 from bench.peers.tables import (
     Medians,
@@ -38,6 +38,7 @@ QUICK_IN_FLIGHT = (1, 32, 128)
 REPEATS = (0.0, 0.4)
 ROUNDS = 3
 OPEN_LOOP_PER_S = 50.0
+T = TypeVar("T")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where, began_s = machine(), time.time()
     print(f"{where['cpu']}, {where['cores']} cores, load {where['load_before']}", flush=True)
     _install(contenders)
-    findings = measure(contenders, loads, options.rounds, _model_folder(), _say)
+    findings = measure(contenders, loads, options.rounds, _model_folder())
     medians = Medians(contenders, loads, findings)
     for rows in (ratio_rows(medians), rate_rows(medians), cost_rows(medians)):
         print(f"\n{text_table.table(rows[0], rows[1:])}")
@@ -71,13 +72,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers", description="Penstock compared with its peers."
     )
-    parser.add_argument("--only", type=_words, help=f"of these, with commas: {', '.join(keys)}")
+    parser.add_argument(
+        "--only", type=_list_of(str), help=f"of these, with commas: {', '.join(keys)}"
+    )
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
     parser.add_argument(
-        "--in-flight", type=_numbers, help=f"default {','.join(map(str, IN_FLIGHT))}"
+        "--in-flight", type=_list_of(int), help=f"default {','.join(map(str, IN_FLIGHT))}"
     )
     parser.add_argument(
-        "--repeats", type=_shares, default=REPEATS, help="shares of repeated texts, default 0,0.4"
+        "--repeats",
+        type=_list_of(float),
+        default=REPEATS,
+        help="shares of repeated texts, default 0,0.4",
     )
     parser.add_argument(
         "--open-loop",
@@ -101,16 +107,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
-
-
-def _shares(text: str) -> list[float]:
-    return [float(word) for word in _words(text)]
+def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Returns the parser of a list with commas."""
+    return lambda text: [kind(word) for word in text.split(",")]
 
 
 def _install(contenders: Sequence[Contender]) -> None:
@@ -122,14 +121,14 @@ def _install(contenders: Sequence[Contender]) -> None:
         try:
             programs_of(HERE / folder / "requirements.txt")
         except PenstockError as error:
-            _say(str(error))
+            say(str(error))
     for contender in (contender for contender in contenders if contender.group == "ours"):
-        _say(f"{contender.name}: first start, makes what later ones find")
+        say(f"{contender.name}: first start, makes what later ones find")
         try:
             with serving(contender, _model_folder()):
                 pass
         except PenstockError as error:
-            _say(f"{contender.name}: {error}")
+            say(f"{contender.name}: {error}")
 
 
 def _model_folder() -> Path:
@@ -149,10 +148,6 @@ def _keep(
     print(
         f"\n{time.time() - began_s:.0f} s, kept in {path.relative_to(path.parents[2])} and {PAGE}"
     )
-
-
-def _say(line: str) -> None:
-    print(f"  {line}", flush=True)
 
 
 if __name__ == "__main__":

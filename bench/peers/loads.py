@@ -45,9 +45,8 @@ class Load:
     def name(self) -> str:
         if self.rate_per_s:
             return f"{self.rate_per_s:g}/s, open loop"
-        return f"{self.in_flight} in flight" + (
-            f", {self.repeats:.0%} repeats".replace("%", " %") * bool(self.repeats)
-        )
+        repeats = f", {100 * self.repeats:.0f} % repeats" if self.repeats else ""
+        return f"{self.in_flight} in flight{repeats}"
 
     @property
     def send_s(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +25,8 @@ WARM_UP_TEXTS = 200
 WARM_UP_S = 3.0
 WARM_UP_IN_FLIGHT = 16
 UNREAD = "not a vector"
-
-Say = Callable[[str], None]
+Sample = tuple[str, list[float]]
+"""A text and the vector in the response to it."""
 
 
 class Measured(msgspec.Struct):
@@ -72,7 +72,6 @@ def measure(
     loads: Sequence[Load],
     rounds: int,
     model_folder: Path,
-    say: Say,
 ) -> Findings:
     """Starts all contenders, measures them in `rounds` rounds, stops them, and compares vectors.
 
@@ -81,15 +80,15 @@ def measure(
     """
     findings = Findings()
     texts = Texts(model_folder, seed=2)
-    sampled: list[tuple[Measured, list[tuple[str, list[float]]]]] = []
+    sampled: list[tuple[Measured, list[Sample]]] = []
     with ExitStack() as stack:
-        awake = _start(contenders, texts, model_folder, stack, findings, say)
+        awake = _start(contenders, texts, model_folder, stack, findings)
         for number in range(rounds):
             for load in (load for load in loads if load.is_in(number)):
                 load_texts = load.texts(texts, seed=number)
                 for peer in _rotate(awake, number):
                     if not findings.started[peer.contender.key].missing:
-                        sampled += _one(peer, load, number, load_texts, findings, say)
+                        sampled += _one(peer, load, number, load_texts, findings)
         for peer in awake:
             peer.tree.thaw()
             findings.started[peer.contender.key].memory_bytes = peer.tree.memory_bytes()
@@ -104,7 +103,6 @@ def _start(
     model_folder: Path,
     stack: ExitStack,
     findings: Findings,
-    say: Say,
 ) -> list[Serving]:
     """Starts each contender while the others are frozen, warms it up, and freezes it."""
     awake = []
@@ -131,8 +129,8 @@ def _rotate(awake: list[Serving], number: int) -> list[Serving]:
 
 
 def _one(
-    one: Serving, load: Load, number: int, texts: list[str], findings: Findings, say: Say
-) -> list[tuple[Measured, list[tuple[str, list[float]]]]]:
+    one: Serving, load: Load, number: int, texts: list[str], findings: Findings
+) -> list[tuple[Measured, list[Sample]]]:
     """Measures one contender under one load.
 
     Returns the measurement with its sampled texts and vectors.
@@ -192,9 +190,11 @@ def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:
     }
 
 
-def _compare(
-    sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path
-) -> None:
+def say(line: str) -> None:
+    print(f"  {line}", flush=True)
+
+
+def _compare(sampled: list[tuple[Measured, list[Sample]]], model_folder: Path) -> None:
     """Adds the cosine similarities to the reference once nothing else needs the cores."""
     wanted = {text for _, samples in sampled for text, _ in samples}
     reference = vectors_of(wanted, model_folder)

@@ -17,6 +17,18 @@ END = "<!-- peers: end -->"
 ENOUGH = 0.99
 """A rate is compared only if at least this fraction of the requests got a response."""
 Rows = list[list[str]]
+RATE, CPU, MODEL_CPU = "rate", "CPU per request", "CPU per request, model"
+METRICS: dict[str, tuple[str, Callable[[Measured], float]]] = {
+    RATE: ("/s", lambda one: one.rate),
+    "p50": ("ms", lambda one: one.round_trip_ms["p50"]),
+    "p95": ("ms", lambda one: one.round_trip_ms["p95"]),
+    "p99": ("ms", lambda one: one.round_trip_ms["p99"]),
+    CPU: ("ms", lambda one: sum(one.cpu_ms.values())),
+    MODEL_CPU: ("ms", lambda one: max(one.cpu_ms.values(), default=0.0)),
+}
+"""Units and values by name. CPU time covers all of a contender's processes per completed request.
+The busiest program is the one that runs the model.
+"""
 
 
 class Medians:
@@ -36,25 +48,11 @@ class Medians:
         """Returns one contender's rounds under one load. Empty if it was not measured."""
         return self._measured.get((key, load), [])
 
-    def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
-        """Returns one figure's median. None if there is no value."""
+    def of(self, key: str, load: str, metric: str) -> float | None:
+        """Returns the median of one of METRICS. None if there is no value."""
         rounds = [measured for measured in self.rounds(key, load) if measured.round_trip_ms]
-        return statistics.median(figure(measured) for measured in rounds) if rounds else None
-
-    def rate(self, key: str, load: str) -> float | None:
-        return self.of(key, load, lambda one: one.rate)
-
-    def percentile(self, key: str, load: str, name: str) -> float | None:
-        """Returns a percentile (`p50`, `p95`, `p99`) of the round trip, in ms."""
-        return self.of(key, load, lambda one: one.round_trip_ms[name])
-
-    def cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU milliseconds that all its processes use per completed request."""
-        return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
-
-    def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU time of the busiest program, which is the one that runs the model."""
-        return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
+        _, read = METRICS[metric]
+        return statistics.median(read(measured) for measured in rounds) if rounds else None
 
     def failed(self, key: str, load: str) -> int:
         return sum(sum(measured.failures.values()) for measured in self.rounds(key, load))
@@ -84,7 +82,7 @@ class Medians:
         rates = {}
         for key in among:
             sent = sum(measured.sent for measured in self.rounds(key, load))
-            rate = self.rate(key, load)
+            rate = self.of(key, load, RATE)
             if rate is not None and self.failed(key, load) <= (1 - ENOUGH) * sent:
                 rates[key] = rate
         return max(rates, key=rates.__getitem__, default=None)
@@ -95,10 +93,17 @@ class Medians:
 
 def figures(medians: Medians) -> list[Figure]:
     """Returns all medians, the ratios of ours to the best peer's, and these ratios' limits."""
-    rows = [
-        Figure(f"{key}, {load}, {name}", value, unit)
-        for key, load, name, value, unit in _values(medians)
-    ]
+    rows = []
+    for contender in medians.contenders:
+        for load in medians.loads:
+            if medians.of(contender.key, load, RATE) is None:
+                continue
+            label = f"{contender.key}, {load}"
+            for metric, (unit, _) in METRICS.items():
+                median = medians.of(contender.key, load, metric) or 0.0
+                rows.append(Figure(f"{label}, {metric}", median, unit))
+            failed = medians.failed(contender.key, load)
+            rows.append(Figure(f"{label}, without a vector", failed, ""))
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
         for key in medians.keys("ours"):
@@ -121,59 +126,20 @@ def _must(key: str, load: str) -> float:
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
 
 
-def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
-    for contender in medians.contenders:
-        for load in medians.loads:
-            rate = medians.rate(contender.key, load)
-            if rate is None:
-                continue
-            yield contender.key, load, "rate", rate, "/s"
-            for name in ("p50", "p95", "p99"):
-                yield (
-                    contender.key,
-                    load,
-                    name,
-                    medians.percentile(contender.key, load, name) or 0.0,
-                    "ms",
-                )
-            yield (
-                contender.key,
-                load,
-                "CPU per request",
-                medians.cpu_ms(contender.key, load) or 0.0,
-                "ms",
-            )
-            yield (
-                contender.key,
-                load,
-                "CPU per request, model",
-                medians.busiest_cpu_ms(contender.key, load) or 0.0,
-                "ms",
-            )
-            yield contender.key, load, "without a vector", medians.failed(contender.key, load), ""
-
-
 def rate_rows(medians: Medians) -> Rows:
     """Returns requests per second, p50, and p99, with a row per contender and a column per load."""
     rows = [["requests/s (p50, p99 ms)", *medians.loads]]
     for contender in medians.contenders:
-        started = medians.started[contender.key]
-        if started.missing and not any(
-            medians.rounds(contender.key, load) for load in medians.loads
-        ):
-            rows.append([contender.name, *["-"] * len(medians.loads)])
-        else:
-            rows.append(
-                [contender.name, *(_cell(medians, contender.key, load) for load in medians.loads)]
-            )
+        row = (_cell(medians, contender.key, load) for load in medians.loads)
+        rows.append([contender.name, *row])
     return rows
 
 
 def _cell(medians: Medians, key: str, load: str) -> str:
-    rate = medians.rate(key, load)
+    rate = medians.of(key, load, RATE)
     if rate is None:
         return "no answer" if medians.rounds(key, load) else "-"
-    p50, p99 = (medians.percentile(key, load, name) or 0.0 for name in ("p50", "p99"))
+    p50, p99 = (medians.of(key, load, name) or 0.0 for name in ("p50", "p99"))
     failed = medians.failed(key, load)
     sent = sum(measured.sent for measured in medians.rounds(key, load))
     return f"{rate:,.0f} ({p50:,.0f}, {p99:,.0f})" + f" {failed / sent:.0%} failed" * bool(failed)
@@ -198,7 +164,7 @@ def ratio_rows(medians: Medians) -> Rows:
     ]
     for load in medians.loads:
         best = medians.best(load, medians.keys("peer"))
-        leader = f"{names[best]}, {medians.rate(best, load):,.0f}" if best else "-"
+        leader = f"{names[best]}, {medians.of(best, load, RATE):,.0f}" if best else "-"
         values = [
             _ratio(medians, contender.key, key or best, load)
             for contender in ours
@@ -212,17 +178,16 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
     """Returns the rounds' median quotient, because disturbances in a round affect both values."""
     if other is None:
         return None
-    theirs = {
-        measured.round: measured.rate
-        for measured in medians.rounds(other, load)
-        if measured.round_trip_ms
-    }
-    ours = {
-        measured.round: measured.rate
-        for measured in medians.rounds(key, load)
-        if measured.round_trip_ms
-    }
-    quotients = [ours[number] / theirs[number] for number in ours if number in theirs]
+    rates = [
+        {
+            measured.round: measured.rate
+            for measured in medians.rounds(name, load)
+            if measured.round_trip_ms
+        }
+        for name in (key, other)
+    ]
+    ours, theirs = rates
+    quotients = [ours[number] / theirs[number] for number in ours.keys() & theirs.keys()]
     return statistics.median(quotients) if quotients else None
 
 
@@ -252,8 +217,8 @@ def cost_rows(medians: Medians) -> Rows:
                 contender.name,
                 f"{started.ready_s:.1f}",
                 f"{started.memory_bytes / 1e6:,.0f}",
-                _number(medians.cpu_ms(contender.key, load)),
-                _number(medians.busiest_cpu_ms(contender.key, load)),
+                _number(medians.of(contender.key, load, CPU)),
+                _number(medians.of(contender.key, load, MODEL_CPU)),
                 f"{cosines[0]:.5f}, {cosines[1]:.5f}" if cosines else "-",
                 str(sum(medians.failed(contender.key, name) for name in medians.loads)),
                 f"{contender.note}; {_shorten(started.missing)}"

@@ -245,8 +245,11 @@ class World:
     def _start(self, undo: ExitStack, process: Process) -> None:
         self.processes[process.name] = undo.enter_context(process)
 
+    def port(self, name: str) -> int:
+        return self._ports[name]
+
     def url(self, api: str) -> str:
-        return f"http://127.0.0.1:{self._ports[api]}"
+        return f"http://127.0.0.1:{self.port(api)}"
 
     def restart(self, name: str) -> None:
         """Starts a part that was killed or stopped.
