@@ -40,7 +40,7 @@ def ask_server(
 
     Args:
         entry: the catalog entry of the model.
-        folder: the folder that contains the model's GGUF file.
+        folder: the folder with the model's GGUF file and its tokenizer.
         rounds: prompts, keyed by the number in flight.
     """
     return asyncio.run(_ask(entry, folder, rounds))

@@ -34,6 +34,7 @@ from bench.report import Figure, Outcome
 from infra.local.stack import Stack
 from shared.errors import ConfigurationError, PenstockError
 from shared.models.catalog import Model
+from workers.models.generation.gguf import open_for_engine
 from workers.models.source import resolve
 
 IN_FLIGHT = (1, 8, 16, 32)
@@ -41,6 +42,7 @@ PER_CALLER = {1: 4.0, 8: 1.5, 16: 1.5, 32: 1.25}
 """Texts per level, as a multiple of the number in flight."""
 SLOTS = 32
 MODEL = "smollm2"
+CACHE = Path("var/models")
 SERVED: Mapping[str, Mapping[str, str]] = {
     "fp32": {"precision": "fp32"},
     "auto": {"precision": "auto"},
@@ -93,10 +95,10 @@ def measure_variant(folder: Path, name: str) -> list[Figure]:
         folder: SmolLM2's folder.
         name: the variant's key in SERVED.
     """
-    before = _ask_alone(folder, name)
+    before = _ask_alone(name)
     with running_stack(folder, SERVED[name]) as stack:
         reached = _ask_all(stack.api_url, MODEL, folder)
-    after = _ask_alone(folder, name)
+    after = _ask_alone(name)
     figures = [
         *_level_figures(f"{name} alone", before),
         *_level_figures(f"stack {name}", reached),
@@ -110,14 +112,15 @@ def measure_variant(folder: Path, name: str) -> list[Figure]:
     return figures
 
 
-def _ask_alone(folder: Path, name: str) -> dict[int, list[TimedGeneration]]:
+def _ask_alone(name: str) -> dict[int, list[TimedGeneration]]:
     """Returns the texts of a variant's server by itself, by level. Empty without a server."""
     if "engine" not in SERVED[name]:
         return {}
+    folder = resolve(SOURCE, "main", CACHE, open_gguf=open_for_engine)
     entry = Model.model_validate(entry_of(folder, SERVED[name]))
     # All levels up to the last one compared are run, because earlier prompts fill the cache.
     rounds = {level: _prompts(level) for level in IN_FLIGHT if level <= max(MIN_RATIO)}
-    return ask_server(entry, gguf_file(SOURCE).parent, rounds)
+    return ask_server(entry, folder, rounds)
 
 
 def _ask_all(url: str, model: str, folder: Path) -> dict[int, list[TimedGeneration]]:
@@ -194,7 +197,7 @@ def smollm2_folder() -> Path:
     Raises:
         ConfigurationError: the `text` extra is not installed.
     """
-    return resolve(SOURCE, "main", Path("var/models")).resolve()
+    return resolve(SOURCE, "main", CACHE).resolve()
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
