@@ -18,6 +18,7 @@ import diffusers
 import torch
 import transformers
 
+from bench.gpu import flux as gpu_flux
 from bench.gpu import images as gpu_images
 from bench.gpu import requests as gpu_requests
 from bench.gpu import served as gpu_served
@@ -28,7 +29,7 @@ from bench.gpu.scale import FULL, TINY, Scale
 from bench.report import Figure, Outcome, keep, machine, table
 from shared.process.loopback import exempt_loopback_from_proxies
 
-PARTS = ("texts", "served", "served-images", "images", "requests", "shared")
+PARTS = ("texts", "served", "served-images", "images", "flux", "requests", "shared")
 
 _OF_IMAGES = {"served-images", "images", "requests", "shared"}
 
@@ -99,6 +100,7 @@ def _measures(scale: Scale, folder: Path, matrix_rate: float) -> dict[str, Itera
         "served": gpu_served.measure(scale, folder / "served"),
         "served-images": gpu_served.measure_images(scale, images),
         "images": gpu_images.measure(scale, images, matrix_rate),
+        "flux": gpu_flux.measure(scale, folder / "flux"),
         "requests": gpu_requests.measure(scale, images, folder / "requests"),
         "shared": gpu_shared.measure(scale, images, folder / "shared"),
     }

@@ -20,6 +20,8 @@ class Scale:
     """
     text_steps: int = 25
     image_steps: int = 50
+    flux_side: int = 1024
+    flux_steps: int = 20
     rounds: int = 3
     matrix: int = 8192
     batch_tokens: tuple[int, ...] = (2_048, 8_192, 32_768, 131_072)
@@ -51,6 +53,8 @@ TINY = Scale(
     compiled=2,
     text_steps=2,
     image_steps=4,
+    flux_side=64,
+    flux_steps=3,
     rounds=1,
     matrix=256,
     batch_tokens=(64,),

@@ -24,6 +24,7 @@ def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> N
         "served tiny, 2 APIs and workers, 1 a request, 8 in flight",
         "text-to-image, batch 2, bare",
         "images kept while sharing",
+        "FLUX.1, ours over plain",
         "four images, four adapters, over none",
         "joined, fp32, control, adapter, max",
         "served images, 4 in flight, through the stack",

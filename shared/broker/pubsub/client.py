@@ -208,9 +208,9 @@ class _TopicQueue:
         while self._waiting and len(self._batches) < self._requests_in_flight:
             batch = self._next_batch()
             if batch:
-                task = asyncio.create_task(self._send(batch))
-                self._batches[task] = batch
-                task.add_done_callback(self._finish_task)
+                sending = asyncio.create_task(self._send(batch))
+                self._batches[sending] = batch
+                sending.add_done_callback(self._finish_task)
         if not self._batches:
             self._on_empty(self)
 
