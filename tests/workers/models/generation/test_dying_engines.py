@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -61,7 +62,7 @@ DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
 pytestmark = pytest.mark.slow(about_s=20)
 
 
-FAILS_ONCE = """#!{python}
+FAILS_ONCE = """
 import pathlib, runpy, sys
 
 starts = pathlib.Path(__file__).with_name("starts")
@@ -236,8 +237,12 @@ async def test_a_text_dropped_while_its_prompt_is_read_frees_its_slot(
 async def test_an_engine_whose_restart_failed_is_started_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = tmp_path / "vllm"
-    command.write_text(FAILS_ONCE.format(python=sys.executable, fake_engine=fake_engine.__file__))
+    command, program = tmp_path / "vllm", tmp_path / "vllm.py"
+    program.write_text(FAILS_ONCE.format(fake_engine=fake_engine.__file__))
+    # A path in a "#!" line can't contain spaces.
+    command.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"\n'
+    )
     command.chmod(0o755)
     (tmp_path / "starts").touch()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
