@@ -18,7 +18,7 @@ from google.cloud import bigquery
 
 from bench.pipeline import emulator
 from bench.report import Figure, Outcome
-from bigquery_emulator.tables.schema import parse_schema
+from bigquery_emulator import parse_schema
 from infra import bigquery as tables
 from shared.reports.definitions import ReportQuestion, reports
 from shared.reports.runner import ReportRunner

@@ -199,7 +199,8 @@ async def test_body_that_dribbles_is_cut(tmp_path: Path, monkeypatch: pytest.Mon
         await peer.send(POST + b"content-length: 1000000\r\n\r\n")
         dribbling = asyncio.create_task(peer.send_until_cut(b" ", pause_s=0.02))
         status, body = await peer.answer()
-        await dribbling
+        dribbling.cancel()
+        await asyncio.wait([dribbling])
         assert status == 408
         assert "bytes/s" in json.loads(body)["error"]["message"]
 

@@ -545,7 +545,8 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_caller_never_reads_what_a_process_printed_before_it_died",
         ),
         "loops": (
-            "api/test_custom_models.py::test_a_loop_ends_at_its_deadline_or_when_it_is_canceled",
+            "api/test_custom_models.py::test_a_loop_ends_at_its_deadline",
+            "api/test_custom_models.py::test_a_loop_ends_when_it_is_canceled",
             "test_forms.py::test_a_cancellation_raises_cogs_exception",
             "test_forms.py::test_a_loop_is_killed_and_others_are_served",
         ),
