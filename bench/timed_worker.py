@@ -109,6 +109,7 @@ class _TimedProcess:
     """A model process that does no work."""
 
     residency = ResidencyReport([0])
+    resident = (0,)
 
     def __init__(self, batch_s: float) -> None:
         self._batch_s = batch_s

@@ -301,7 +301,7 @@ class Worker:
         self._times.count_loads(residency)
         self._scheduler.update_load_times(residency.load_s)
         for number, consumer in enumerate(self._consumers):
-            holders = sum(number in process.residency.resident for process in self._pool.processes)
+            holders = sum(number in process.resident for process in self._pool.processes)
             metrics.RESIDENT.labels(consumer.model.name).set(holders)
 
     def _choose(self, process: PooledProcess, free_since_s: float) -> int | Idle:
@@ -310,7 +310,7 @@ class Worker:
         Before switching, checks that the model's items are still wanted.
         """
         while True:
-            resident = process.residency.resident
+            resident = process.resident
             choice = self._scheduler.choose(resident, free_since_s, self._queues, time.time())
             if isinstance(choice, Idle) or choice in resident:
                 return choice

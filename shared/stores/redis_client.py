@@ -175,12 +175,16 @@ class Batcher(Generic[Sent, Got]):
                 continue
             calls.append(call)
             entries.extend(call.entries)
-        answers = await self._ask(entries) if entries else None
-        start = 0
-        for call in calls:
-            end = start + len(call.entries)
-            call.answer(None if answers is None else answers[start:end])
-            start = end
+        try:
+            answers = await self._ask(entries) if entries else None
+            start = 0
+            for call in calls:
+                end = start + len(call.entries)
+                call.answer(None if answers is None else answers[start:end])
+                start = end
+        finally:  # also if this is canceled, because nothing else would end the calls
+            for call in calls:
+                call.answer(None)
 
     async def _ask(self, entries: list[Sent]) -> list[Got] | None:
         error: Exception | None = None
@@ -190,6 +194,10 @@ class Batcher(Generic[Sent, Got]):
         except REDIS_FAILURES as caught:
             error = caught
             self._errors.labels(self._operation).inc()
+        except Exception:
+            # For example, a word that can't be encoded. It must not end the task for later calls.
+            log.exception("a round trip to Redis failed", extra={"operation": self._operation})
+            return None
         if not self._judge(error):
             self._give_up()
         return answers

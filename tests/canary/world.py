@@ -72,6 +72,7 @@ class RevisionProcess(LoneBatches):
     def __init__(self) -> None:
         self.fault: Fault = ""
         self.residency = ResidencyReport([0])
+        self.resident = [0]
         self.texts: list[str] = []
         self.released = asyncio.Event()
 

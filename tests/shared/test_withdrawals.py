@@ -1,18 +1,26 @@
 """Withdrawn revisions in Redis, and how every process learns about them."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 import redis
 
 from infra.local.redis_server import RedisServer
-from shared.errors import ModelWithdrawn
+from shared.errors import ModelWithdrawn, Unavailable
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput
 from shared.stores.cache import cache_key
-from shared.stores.redis_client import NO_REDIS
-from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
+from shared.stores.redis_client import NO_REDIS, RedisLink
+from shared.stores.withdrawals import (
+    ERRORS,
+    UP,
+    LiveWithdrawals,
+    Withdrawal,
+    WithdrawalStore,
+)
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -54,6 +62,18 @@ async def test_fields_of_a_newer_release_are_skipped(redis_url: str) -> None:
         withdrawals = await store.read()
     assert withdrawals is not None
     assert list(withdrawals.withdrawn) == [f"{TEXT_MODEL.name}:{TEXT_MODEL.revision}"]
+
+
+async def test_a_word_that_redis_cant_get_ends_its_call(redis_url: str) -> None:
+    """Calls of the same round trip end too, and later ones work."""
+    link = RedisLink("test", redis_url, retry_s=0.25, up=UP, errors=ERRORS, field="records_url")
+    async with link, asyncio.timeout(WAIT_LIMIT_S):
+        commands = link.commands("the store")
+        ends = await asyncio.gather(
+            commands.run("SET", "a", "\ud800"), commands.run("PING"), return_exceptions=True
+        )
+        assert [type(end) for end in ends] == [Unavailable, Unavailable]
+        assert await commands.run("SET", "a", "b")
 
 
 async def test_second_withdrawal_changes_nothing(redis_url: str) -> None:

@@ -113,6 +113,8 @@ def test_weights_on_a_mounted_bucket_are_read_ahead(tmp_path: Path) -> None:
     loaded_bytes = READ_BYTES + 1 + 5 + 7
     assert read_ahead(tmp_path, room_bytes=loaded_bytes) == loaded_bytes
     assert read_ahead(tmp_path, room_bytes=loaded_bytes - 1) == 0
+    (tmp_path / "unet" / "model.safetensors").mkdir()  # can't be opened as a file
+    assert read_ahead(tmp_path, room_bytes=2**40) == 0
 
 
 def has_torch(process: psutil.Process) -> bool:

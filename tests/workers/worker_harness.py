@@ -136,6 +136,7 @@ class LetterProcess(LoneBatches):
         self.died_of = "killed"
         self.started = asyncio.Event()
         self.residency = ResidencyReport([0])
+        self.resident = [0]
         self.canceled = False
         """True if the running batch has been canceled."""
         self.cancels = 0

@@ -100,16 +100,21 @@ def read_ahead(folder: Path, room_bytes: int) -> int:
     """Reads the weights in a copy once, so that a loader finds them in memory.
 
     A loader maps files into memory and reads them in small pieces, each of which a mounted bucket
-    would have to fetch. Reads nothing if the weights need more than `room_bytes`.
+    would have to fetch. Reads nothing if the weights need more than `room_bytes`. Loaders report
+    files that can't be read.
 
     Returns:
-        The number of bytes read.
+        The number of bytes read. 0 if not all could be.
     """
-    paths = [path for path in folder.rglob("*") if _is_loaded(path)]
-    if sum(path.stat().st_size for path in paths) > room_bytes:
+    try:
+        paths = [path for path in folder.rglob("*") if _is_loaded(path)]
+        if sum(path.stat().st_size for path in paths) > room_bytes:
+            return 0
+        with ThreadPoolExecutor(CONNECTIONS, "weights") as pool:
+            return sum(pool.map(_read, paths))
+    except OSError as error:
+        log.warning("weights could not be read ahead", extra={"reason": str(error)})
         return 0
-    with ThreadPoolExecutor(CONNECTIONS, "weights") as pool:
-        return sum(pool.map(_read, paths))
 
 
 def _is_loaded(path: Path) -> bool:

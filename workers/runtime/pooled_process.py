@@ -215,20 +215,20 @@ class PooledProcess:
 
     async def _make_room(self, host: _Host, model: int) -> None:
         """Evicts models from other processes until a non-resident model fits within the budget."""
-        if not self._budget_bytes or model in self._resident:
+        if not self._budget_bytes or model in self.resident:
             return
         while (held := self._list_held_by_others(host.models)) and self._is_above_budget(model):
             await self._evict(min(held, key=lambda other: self._used_s.get(other, 0.0)))
 
     @property
-    def _resident(self) -> list[int]:
+    def resident(self) -> list[int]:
         """The loaded models, without marking their loads as reported, unlike `residency`."""
         return [host.models[number] for host in self._hosts for number in host.residency().resident]
 
     def _is_above_budget(self, model: int) -> bool:
         parts = [_renumber(host.residency(), host.models) for host in self._hosts]
         sizes = ChainMap(*(part.size_bytes for part in parts))
-        return sum(sizes.get(number, 0) for number in {*self._resident, model}) > self._budget_bytes
+        return sum(sizes.get(number, 0) for number in {*self.resident, model}) > self._budget_bytes
 
     async def _evict_if_too_large(self, host: _Host) -> None:
         """Evicts the models of a newly started process if the last one doesn't fit."""
@@ -242,7 +242,7 @@ class PooledProcess:
                 await self._evict(model)
 
     def _list_held_by_others(self, models: Sequence[int]) -> list[int]:
-        return [number for number in self._resident if number not in models]
+        return [number for number in self.resident if number not in models]
 
     async def _evict(self, model: int) -> None:
         host, number = self._find(model)

@@ -41,7 +41,6 @@ from shared.broker.rabbitmq.waits import ANSWER_LIMIT_S, ChannelWaits, close_cha
 from shared.broker.transport import SmoothedDuration
 from shared.errors import (
     BadInput,
-    ConfigurationError,
     InputTooLarge,
     Overloaded,
     PenstockError,
@@ -184,10 +183,11 @@ class ConfirmedPublisher:
                         limit_s = longer(limit_s)
                     except Unavailable as error:
                         failure = error
+                    except aiormq.ChannelAccessRefused as error:
+                        raise translate(error, action) from error
                     except BROKEN as error:
-                        failure = translate(error, action)
-                        if isinstance(failure, ConfigurationError):
-                            raise failure from error
+                        # It may be about another message on this channel.
+                        failure = Unavailable(translate(error, action).message)
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             raise failure from None

@@ -16,9 +16,13 @@ from workers.models.custom.printed import MAX_LOG_CHARS
 MAX_PATH_CHARS = 4096
 """Longer words are not held back, because they can't be paths (PATH_MAX on Linux)."""
 _SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
-_STARTED = rf"(?<![^{_SEPARATORS}])"
-"""The start of a word."""
-_PYTHON = rf"{_STARTED}[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
+_STARTED = (
+    r"(?:(?<![\w.~/-])|(?<=://)|(?<=:///)|(?<=\x1b\[\dm)|(?<=\x1b\[\d\dm)|(?<=[\s'\"]-[A-Z]))"
+)
+"""The start of a path. It isn't part of a longer path, but may follow a URL's scheme, a color code,
+or a flag such as `-I`.
+"""
+_PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
 """Matches from the start of a word, so that a long word is scanned only once."""
 _BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
@@ -44,8 +48,7 @@ class PathRemover:
             known_forms = [rf"{re.escape(str(scratch))}(?:/src|/prediction-\w+/\d+)?", *known_forms]
         # Group 1 is empty if a folder is not followed by the rest of a path. `(?!)` never matches.
         known_folder = "|".join(known_forms) or "(?!)"
-        begin = rf"(?:{_STARTED}|(?<=file://))"
-        self._paths = re.compile(rf"{begin}(?:{known_folder})(/|{_ENDED})|{_PYTHON}")
+        self._paths = re.compile(rf"{_STARTED}(?:{known_folder})(/|{_ENDED})|{_PYTHON}")
 
     def remove(self, text: str) -> str:
         """Returns the text with the folders removed. A folder on its own becomes a dot."""

@@ -56,6 +56,7 @@ class EngineClient:
         self._turn = asyncio.Semaphore(1)
         self._run: EngineSteps | None = None
         self._engine: Engine | None = None
+        self._is_closed = False
         self._started = asyncio.Event()
         """Set while an engine is running."""
         self._ended = asyncio.Event()
@@ -108,6 +109,8 @@ class EngineClient:
         try:
             await self._check_context(process)
             await self._warm_up(engine)
+            if self._is_closed:
+                raise ModelFailed("the engine is no longer needed")
         except BaseException:
             await process.end()
             raise
@@ -237,6 +240,7 @@ class EngineClient:
         return f"the engine exited (status {status}){lines}"
 
     async def close(self) -> None:
+        self._is_closed = True
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.process.end()
