@@ -115,7 +115,7 @@ class Batcher(Generic[Sent, Got]):
     Calls made during a round trip join the next one.
 
     Args:
-        send: makes a round trip, and raises TimeoutError after `timeout_s`.
+        send: makes a round trip. Each exchange in it raises TimeoutError after `timeout_s`.
     """
 
     def __init__(

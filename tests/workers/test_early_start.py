@@ -23,7 +23,7 @@ from shared.models.catalog_file import read_catalog
 from tests.infra.running_up import wait_until
 from tests.limits import START_LIMIT_S, WAIT_LIMIT_S
 from tests.waiting import until
-from workers.models.base import PreparedImage
+from tests.workers.shipped_models import IMAGE, hosted
 from workers.models.source import (
     CONNECTIONS,
     PART_BYTES,
@@ -32,33 +32,14 @@ from workers.models.source import (
     resolve,
     resolve_file,
 )
-from workers.runtime.pool import HostedModel, ModelPool, early_template
+from workers.runtime.pool import ModelPool, early_template
 from workers.runtime.template import IMPORT_FIRST, TEMPLATE_NAME
 
 pytestmark = pytest.mark.anyio
 
 
-IMAGE = PreparedImage(
-    key="",
-    length=4 * 64 * 64,
-    prompt="a large red circle",
-    negative_prompt="",
-    width=64,
-    height=64,
-    steps=4,
-    guidance_scale=2.0,
-    seed=1,
-    scheduler="default",
-)
-
-
 def entry(task: str) -> Model:
     return read_catalog(Path("models.yaml")).default(task)
-
-
-def hosted_image() -> HostedModel:
-    model = entry("image")
-    return HostedModel(model, resolve(model.source, model.revision, Path("unused")))
 
 
 def test_parts_of_a_bucket_are_downloaded_at_the_same_time(tmp_path: Path) -> None:
@@ -139,7 +120,7 @@ async def test_process_that_imported_early_becomes_the_template() -> None:
     async with early:
         child = find_early_process()
         await until(lambda: has_torch(child))
-        async with ModelPool([hosted_image()], device="cpu", processes=1, early=early) as pool:
+        async with ModelPool([hosted("image")], device="cpu", processes=1, early=early) as pool:
             assert pool.template is not None
             assert pool.template.pid == child.pid
             assert child.num_threads() == 1
@@ -156,7 +137,7 @@ async def test_process_that_died_early_is_replaced() -> None:
         child = find_early_process()
         child.kill()
         await until(lambda: not psutil.pid_exists(child.pid))
-        async with ModelPool([hosted_image()], device="cpu", processes=1, early=early) as pool:
+        async with ModelPool([hosted("image")], device="cpu", processes=1, early=early) as pool:
             assert pool.template is not None
             assert pool.template.pid != child.pid
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,13 +18,12 @@ import psutil
 import pytest
 import torch
 
-from shared.models.catalog_file import read_catalog
 from shared.models.tasks.embedding import EmbeddingResult
 from shared.models.tasks.image import ImageResult
 from tests.limits import START_LIMIT_S
-from workers.models.base import PreparedImage, PreparedText
+from tests.workers.shipped_models import IMAGE, hosted
+from workers.models.base import PreparedText
 from workers.models.client import ModelProcessDied
-from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.runtime.pooled_process import PooledProcess
 from workers.runtime.server import gpus_hidden
@@ -34,24 +32,6 @@ from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME, Template
 pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 TEXT = PreparedText(key="", length=4, ids=np.array([101, 4937, 4937, 102], "<u4").tobytes())
-
-IMAGE = PreparedImage(
-    key="",
-    length=4 * 64 * 64,
-    prompt="a large red circle",
-    negative_prompt="",
-    width=64,
-    height=64,
-    steps=4,
-    guidance_scale=2.0,
-    seed=1,
-    scheduler="default",
-)
-
-
-def hosted(task: str) -> HostedModel:
-    entry = read_catalog(Path("models.yaml")).default(task)
-    return HostedModel(entry, resolve(entry.source, entry.revision, Path("unused")))
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +193,7 @@ async def test_from_a_template_with_threads_each_process_starts_anew() -> None:
 
 WORKER = """
 import asyncio, sys
-from tests.workers.test_template import hosted
+from tests.workers.shipped_models import hosted
 from workers.runtime.pool import ModelPool
 
 async def main():
@@ -244,7 +224,7 @@ sys.exit(model_process.main())
 """
 STARTS_IT = """
 import asyncio, sys
-from tests.workers.test_template import hosted
+from tests.workers.shipped_models import hosted
 from workers.runtime.pool import ModelPool
 
 async def main():
