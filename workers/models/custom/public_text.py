@@ -24,7 +24,7 @@ or a flag such as `-I`.
 """
 _PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
 """Matches from the start of a word, so that a long word is scanned only once."""
-_BEGUN = re.compile(rf"(?:^|[{_SEPARATORS}])(/[^{_SEPARATORS}]*)\Z")
+_BEGUN = re.compile(rf"{_STARTED}(/(?!/)[^{_SEPARATORS}]*)\Z")
 _ENDED = r"(?![\w-]|\.\w)"
 """The end of a folder name."""
 

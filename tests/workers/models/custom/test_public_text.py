@@ -97,6 +97,14 @@ def test_positions_in_logs_stay_when_paths_are_removed_and_the_begin_is_cut() ->
     assert read == "".join(f"{number} predict.py and out.png\n" for number in range(3000))
 
 
+@pytest.mark.parametrize("before", ["", "in ", "\x1b[35m", "cc -I", "(", "file://"])
+def test_a_folder_printed_in_two_parts_is_removed(before: str) -> None:
+    logs = PublicLogs(PathRemover(None, [Path("/srv/class")]))
+    logs.add(PrintedLogs(f"{before}/srv/cla"))
+    printed = logs.add(PrintedLogs(f"{before}/srv/class/a.py\n"), is_all=True)
+    assert printed.text == f"{before}a.py\n"
+
+
 @pytest.mark.parametrize(
     ("text", "public"),
     [
