@@ -116,6 +116,9 @@ constraints: ## write constraints.txt again for pyproject.toml, with hashes, and
 	  --no-emit-index-url --no-annotate --custom-compile-command "make constraints" \
 	  --no-emit-package penstock $(foreach name,bigquery-emulator load monitoring planning pubsub-emulator,--no-emit-package penstock-$(name)) \
 	  --output-file constraints.txt pyproject.toml $(MEMBERS:=/pyproject.toml)
+	@echo vllm==0.32.0 | $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --python-version 3.11 \
+	  --python-platform x86_64-manylinux_2_36 --generate-hashes --no-emit-index-url --no-annotate \
+	  --custom-compile-command "make constraints" --output-file infra/docker/vllm.txt -
 	@infra/check_wheels.sh $(BIN)/uv
 
 clean: ## remove what the stack left in var/ and what the tools cached; .venv stays

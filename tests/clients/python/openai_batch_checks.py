@@ -94,9 +94,9 @@ def usage_of_the_organization() -> None:
             start_time=began_s, bucket_width="1m", group_by=["model"]
         )
         results: list[Any] = [result for bucket in page.data for result in bucket.results]
-        ours = [one for one in results if one.model == EMBEDDER]
-        # Each text's row arrives by itself, as may those of the batch that was just canceled.
-        tokens = sum(one.input_tokens for one in ours)
+        ours = [result for result in results if result.model == EMBEDDER]
+        # Each text's row arrives separately, and rows of the canceled batch may arrive first.
+        tokens = sum(result.input_tokens for result in ours)
         return ours if tokens >= embeddings.usage.total_tokens else None
 
     assert all(usage.num_model_requests >= 1 for usage in polled(counted))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.docker.model_packages import main, model_packages
+from infra.docker.model_packages import VLLM_LOCK, main, model_packages
 from infra.lock import Locked, read_lock
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog
@@ -53,6 +53,33 @@ def test_sources_of_packages_are_found_once(tmp_path: Path) -> None:
 def test_canary_brings_its_own(tmp_path: Path) -> None:
     found = catalog(tmp_path, "package:my_weights/one", canary="package:next_weights/one")
     assert model_packages(found, LOCK) == ["my-weights==1.2", "next-weights==3.0"]
+
+
+def test_text_models_bring_their_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {
+        "own": "source: gs://bucket/model",
+        "own-gguf": "source: gs://bucket/model.gguf",
+        "llama": "engine: llama.cpp, source: gs://bucket/folder",
+        "vllm": "engine: vllm, source: gs://bucket/model",
+        "vllm-of-0-1": "backend: vllm, source: gs://bucket/model",
+    }
+    own = {name: locked.version for name, locked in read_lock().items()}
+    vllm = f"vllm=={read_lock(VLLM_LOCK)['vllm'].version}"
+    for name, line, packages in (
+        ("own", lines["own"], []),
+        ("own-gguf", lines["own-gguf"], [f"gguf=={own['gguf']}"]),
+        ("llama", lines["llama"], [f"gguf=={own['gguf']}", f"xllamacpp=={own['xllamacpp']}"]),
+        ("vllm", lines["vllm"], [vllm]),
+        ("vllm-of-0-1", lines["vllm-of-0-1"], [vllm]),
+    ):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(
+            f"models: [{{name: {name}, task: text, {line}, batch: {{max_tokens: 4096}}}}]\n"
+        )
+        assert main(["--models-file", str(file)]) == 0
+        assert capsys.readouterr().out.split() == packages, name
 
 
 def test_package_that_the_lock_lacks_is_named_by_hand(tmp_path: Path) -> None:

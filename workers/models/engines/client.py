@@ -21,6 +21,7 @@ from workers.models.client import (
 )
 from workers.models.custom.gpus import gpu_name
 from workers.models.engines.dialect import EngineDialect, Hardware
+from workers.models.engines.engine_metrics import ENGINES
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
@@ -115,6 +116,8 @@ class EngineClient:
             await process.end()
             raise
         self._engine = engine
+        if (endpoint := process.metrics_endpoint) is not None:
+            ENGINES.add(endpoint, self._entry.name, self._hardware.device)
         took_s = loaded_s - began_s
         self.residency = ResidencyReport(
             [0], {0: round(took_s, 6)}, {0: self.memory_bytes}, loads=1, switch_s=took_s
@@ -213,10 +216,8 @@ class EngineClient:
     async def evict(self, models: Sequence[int]) -> None:
         """Stops the engine between runs. The engine is restarted on the next use."""
         async with self._turn:
-            engine, self._engine = self._engine, None
             self._started.clear()
-            if engine is not None:
-                await engine.process.end()
+            await self._end_engine()
             known = self.residency
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
 
@@ -241,6 +242,11 @@ class EngineClient:
 
     async def close(self) -> None:
         self._is_closed = True
+        await self._end_engine()
+
+    async def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
         if engine is not None:
+            if (endpoint := engine.process.metrics_endpoint) is not None:
+                ENGINES.remove(endpoint)
             await engine.process.end()

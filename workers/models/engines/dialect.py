@@ -45,7 +45,8 @@ class Launch:
     `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
         to the few variables that the server gets. `context_keys`: where to find the maximum number
         of tokens per text in the document at `context_path`. `safe_lines`: log lines from a ready
-        server that operators may read, because they can't contain a prompt.
+        server that operators may read, because they can't contain a prompt. `has_metrics`: True if
+        the server has Prometheus metrics at /metrics.
     """
 
     settings: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Launch:
     context_keys: Sequence[str | int]
     safe_lines: re.Pattern[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    has_metrics: bool = False
 
 
 @dataclass(frozen=True)

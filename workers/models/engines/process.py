@@ -22,12 +22,14 @@ from shared.process.process_tree import list_tree
 from workers.models.engines import program
 from workers.models.engines.dialect import Launch, Post
 from workers.models.engines.engine_http import EngineHttp
+from workers.models.engines.engine_metrics import MetricsEndpoint
 
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
 
 Custom classes see a private folder at that path instead (workers/models/custom/runner).
 """
+SOCKET = "http.sock"
 SPINS = "1000"
 """How many times a thread polls for the other threads in its step before it goes to sleep. By
 default, it polls for as long as the system lets it run. While other programs were also using the
@@ -73,6 +75,13 @@ class EngineProcess:
         self._reading: asyncio.Task[None] | None = None
         self._http: EngineHttp | None = None
 
+    @property
+    def metrics_endpoint(self) -> MetricsEndpoint | None:
+        """The server's metrics endpoint, or None if the server does not have metrics."""
+        if not self._launch.has_metrics:
+            return None
+        return MetricsEndpoint(str(self._folder / SOCKET), self._key)
+
     @classmethod
     async def start(cls, launch: Launch, key: str, threads: int, timeout_s: float) -> Self:
         """Starts a server and waits until it is ready.
@@ -82,7 +91,7 @@ class EngineProcess:
             ModelFailed: the server was not ready in time.
         """
         folder = Path(tempfile.mkdtemp(prefix="penstock-engine-", dir=SOCKETS))
-        socket = folder / "http.sock"
+        socket = folder / SOCKET
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
         environment |= {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder), **waiting}

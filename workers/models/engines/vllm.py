@@ -106,6 +106,7 @@ class Vllm(EngineDialect):
             context_keys=("data", 0, "max_model_len"),
             safe_lines=_SAFE_LINES,
             environment=environment,
+            has_metrics=True,
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
@@ -202,7 +203,6 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
         # Its grammars come from llguidance, which also enforces the schema here.
         "structured-outputs-config": json.dumps({"backend": "guidance"}),
         "generation-config": "vllm",
-        "disable-log-stats": True,
         "disable-uvicorn-access-log": True,
         "disable-fastapi-docs": True,
         "seed": 0,

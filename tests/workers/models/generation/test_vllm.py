@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import REGISTRY
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.models.tasks.text import GenerationInput, GenerationResult
@@ -185,6 +186,20 @@ class TestEngine:
             for owner in ("a@b/c", "a@b/c", "other", "", "")
         ]
         assert cached == [0, len(ids) // BLOCK * BLOCK, 0, 0, 0]
+
+    async def test_its_cache_is_measured_by_the_worker(self, engine: PooledProcess) -> None:
+        labels = {"model": entry().name, "device": "cpu"}
+
+        def read(name: str) -> float:
+            value = REGISTRY.get_sample_value(f"penstock_engine_{name}", labels)
+            assert value is not None
+            return value
+
+        queries = await asyncio.to_thread(read, "prefix_cache_queries_total")
+        await run(engine, tiny.prompt([61, *IDS, *IDS], 4))
+        assert await asyncio.to_thread(read, "prefix_cache_queries_total") > queries
+        assert 0 <= await asyncio.to_thread(read, "kv_cache_usage_perc") < 1
+        assert await asyncio.to_thread(read, "num_preemptions_total") == 0
 
     async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
         self, engine: PooledProcess
