@@ -26,9 +26,9 @@ from api.tasks.custom import (
 )
 from shared.errors import BadInput, ModelFailed, Unavailable
 from shared.messages import ItemOutcome
-from shared.models.blob import FILE_FORMAT, Blob
+from shared.models.blob import Blob
 from shared.models.catalog import Catalog
-from shared.models.tasks.custom import CustomInput, CustomResult, interface_of
+from shared.models.tasks.custom import CustomInput, CustomResult, stores_files
 from shared.money.charge import cost_usd
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
@@ -71,8 +71,7 @@ class PredictionsEndpoint(Endpoint):
                     "file uploaded to this API",
                     field=f"input.{at[0]}",
                 )
-        has_files = FILE_FORMAT in str(interface_of(model).output)
-        reply_bytes = _REPLY_WITH_FILES_BYTES if has_files else _REPLY_BYTES
+        reply_bytes = _REPLY_WITH_FILES_BYTES if stores_files(model) else _REPLY_BYTES
         custom_input.is_streamed = False
         return LineRequest(body, model, [custom_input], bool(model.cache.ttl_s), reply_bytes)
 

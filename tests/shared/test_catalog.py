@@ -5,7 +5,8 @@ import pytest
 
 from shared.errors import ConfigurationError, UnknownModel
 from shared.models.catalog import Catalog, Model, Revision
-from shared.models.catalog_file import read_catalog
+from shared.models.catalog_file import inline_interfaces, read_catalog
+from shared.models.tasks.custom import stores_files
 from shared.money.charge import list_price_usd, price_of
 
 GOOD = """\
@@ -386,6 +387,37 @@ def test_a_class_computes_as_many_at_a_time_as_it_can_unless_the_entry_lowers_it
     assert lowered.find("mine").batch.max_items == 2
     with pytest.raises(ConfigurationError, match="must be at most 8, the number"):
         read_concurrent(tmp_path, 8, ", batch: {max_items: 9}")
+
+
+@pytest.mark.parametrize(
+    ("output", "has_files"),
+    [
+        ({"type": "object", "properties": {"security": {"type": "string"}}}, False),
+        ({"type": "string", "format": "uri"}, True),
+        ({"anyOf": [{"type": "null"}, {"type": "array", "items": {"format": "uri"}}]}, True),
+        ({"type": "object", "properties": {"security": {"format": "uri"}}}, True),
+    ],
+)
+def test_outputs_with_files_are_known_by_their_format(
+    tmp_path: Path, output: dict[str, object], has_files: bool
+) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text('models: [{name: mine, task: custom, source: "local:.", interface: mine.json}]')
+    (tmp_path / "mine.json").write_text(json.dumps(INTERFACE | {"output": output}))
+    assert stores_files(read_catalog(path).find("mine")) == has_files
+
+
+@pytest.mark.parametrize("told", [{"batches": True}, {"concurrency": 8}])
+def test_a_catalog_with_its_interfaces_inside_says_the_same(
+    tmp_path: Path, told: dict[str, object]
+) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text('models: [{name: mine, task: custom, source: "local:.", interface: mine.json}]')
+    (tmp_path / "mine.json").write_text(json.dumps(INTERFACE | told))
+    expected = read_catalog(path).models
+    assert expected[0].batch.max_items > 1
+    path.write_text(json.dumps(inline_interfaces(path)))
+    assert read_catalog(path).models == expected
 
 
 def test_an_interface_that_computes_more_at_a_time_is_taken_with_its_number(tmp_path: Path) -> None:

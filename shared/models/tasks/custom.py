@@ -470,9 +470,13 @@ class CustomTask(Task):
         A class with `predict_batch` accepts any number.
         """
         interface = fields.get("interface")
-        if not isinstance(interface, ModelInterface):
+        if isinstance(interface, ModelInterface):
+            interface = {"batches": interface.batches, "concurrency": interface.concurrency}
+        if not isinstance(interface, Mapping):
             return {"batch": {"max_items": 1}}
-        return {"batch": {} if interface.batches else {"max_items": interface.concurrency}}
+        if interface.get("batches"):
+            return {"batch": {}}
+        return {"batch": {"max_items": interface.get("concurrency", 1)}}
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """Validates the entry. The class determines how many items it processes at a time."""
@@ -565,7 +569,15 @@ def streams_of(entry: CatalogEntry) -> str:
 
 def stores_files(entry: CatalogEntry) -> bool:
     """Returns whether a custom model or a flow may return files, which are stored."""
-    return entry.interface is not None and FILE_FORMAT in str(entry.interface.output)
+    return entry.interface is not None and _has_files(entry.interface.output)
+
+
+def _has_files(schema: object) -> bool:
+    """Returns whether a value of this JSON Schema may contain a file."""
+    if isinstance(schema, Mapping):
+        is_file = schema.get("format") == FILE_FORMAT
+        return is_file or any(_has_files(part) for part in schema.values())
+    return isinstance(schema, list) and any(_has_files(part) for part in schema)
 
 
 def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
