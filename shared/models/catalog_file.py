@@ -238,6 +238,8 @@ def _open_located_loader(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoade
         raise _locate_error(path, node, error.place, str(error)) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigurationError(f"{path}:{_line(node)}: {error}") from error
+    except RecursionError as error:
+        raise ConfigurationError(f"{path}:{_line(node)}: must not contain itself") from error
     finally:
         constructor.dispose()
 

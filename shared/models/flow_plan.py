@@ -454,8 +454,10 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
     """
     if isinstance(written, str) and written in TYPES:
         return dict(TYPES[written])
-    if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
-        return {"type": "array", "items": dict(TYPES[written[0]])}
+    if isinstance(written, list) and len(written) == 1:
+        element = written[0]
+        if isinstance(element, str) and element in TYPES:
+            return {"type": "array", "items": dict(TYPES[element])}
     if isinstance(written, Mapping) and ("type" in written or not written):
         return dict(written)  # an empty type means `any` in a plan that has already been read
     raise ValueError(

@@ -208,10 +208,15 @@ def _kind(schema: Schema) -> str:
 
 def _noun(schema: Schema) -> str:
     if "const" in schema:
-        return json.dumps(schema["const"])[:80]
+        return _show_value(schema["const"])
     kind = _kind(_plain(schema))
     named = {"array": "a list", "object": "an object", "integer": "an integer", "any": "any value"}
     return named.get(kind, f"a {kind}")
+
+
+def _show_value(value: Any) -> str:
+    """Returns the start of a value as JSON. YAML's dates, which JSON lacks, become strings."""
+    return json.dumps(value, default=str)[:80]
 
 
 def check_values(values: Mapping[str, Any], inputs: Schema) -> dict[str, Any]:
@@ -247,7 +252,7 @@ def _find_fault(value: Any, wanted: Schema) -> str:
         got = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
         return f": must be {_noun(wanted)}, got {got}"
     if rule := next(_broken_rules(value, wanted), ""):
-        got = str(len(value)) if isinstance(value, list | tuple) else json.dumps(value)[:80]
+        got = str(len(value)) if isinstance(value, list | tuple) else _show_value(value)
         return f": {rule}, got {got}"
     elements = value if isinstance(value, list | tuple) else ()
     faults = [_find_fault(element, wanted.get("items", {})) for element in elements]
@@ -285,7 +290,7 @@ def misfit(value: Schema, wanted: Schema) -> str:
     if "const" not in value:
         return ""
     rule = next(_broken_rules(value["const"], wanted), "")
-    return f"{json.dumps(value['const'])[:80]} {rule}" if rule else ""
+    return f"{_show_value(value['const'])} {rule}" if rule else ""
 
 
 def _broken_rules(value: Any, wanted: Schema) -> Iterator[str]:

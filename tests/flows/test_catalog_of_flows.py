@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ JOINED = {"id": "joined", "model": JOIN.name, "input": {"words": "$check.word"}}
         ),
         ({"output": {"words": "$nobody"}}, "entry", "step 'nobody' does not exist"),
         ({"input": {"text": "texts"}}, "input", "is not a type"),
+        ({"input": {"text": [{"type": "string"}]}}, "input", "is not a type"),
+        ({"input": {"text": [["string"]]}}, "input", "is not a type"),
+        (
+            steps(JOINED | {"input": {"words": date(2026, 11, 30)}}),
+            "steps.2.input.words",
+            '"2026-11-30" is not a list',
+        ),
         ({"steps": []}, "steps", "at least 1"),
         ({"speed": 3}, "speed", "Extra inputs"),
     ],
@@ -110,6 +118,14 @@ def test_wrong_flow_is_refused_by_its_place(
     assert refused.value.field == place
     assert reason in refused.value.message
     assert "models.yaml:" in refused.value.message
+
+
+def test_flow_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    words: list[Any] = []
+    words.append(words)  # written with an anchor
+    path = write_catalog(tmp_path, ONE | steps(JOINED | {"input": {"words": words}}))
+    with pytest.raises(ConfigurationError, match=r"models\.yaml:\d+: must not contain itself"):
+        read_catalog(path)
 
 
 @pytest.mark.parametrize("name", [SPLIT.name, "spell"])
