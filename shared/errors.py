@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import msgspec
 
-MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
-"""Raised by msgspec for data it can't decode. For invalid UTF-8, it raises Python's own error."""
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Raised by msgspec for data it can't decode. Invalid UTF-8 and deep nesting raise Python's own
+errors.
+"""
 MAX_MESSAGE_CHARS = 8000
 """In characters. Messages quote callers' input, and appear in responses, replies, records and logs.
 """

@@ -483,7 +483,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     envelope = Envelope.from_attributes(attributes)
     try:
         body = _job_decoder.decode(data)
-    except (*MALFORMED, RecursionError) as error:
+    except MALFORMED as error:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if not body.items:
         raise UndecodableMessage("data: a job must have at least one item", field="data")

@@ -129,7 +129,7 @@ class StreamedRoute(FastRoute):
         """Returns whether the body requests a streamed response. False for an invalid body."""
         try:
             return bool(_streamed_decoder.decode(strip_mark(await request.body())).stream)
-        except (*MALFORMED, RecursionError):
+        except MALFORMED:
             return False
 
 

@@ -11,7 +11,7 @@ import hashlib
 
 import msgspec
 
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 from shared.stores.records_redis import RecordsRedis
 
 MAX_KEPT_S = 24 * 3600
@@ -26,7 +26,7 @@ class FetchedUrls:
         self._commands = redis.commands("the fetched URL store")
 
     async def find(self, tenant: str, url: str) -> FetchedUrl | None:
-        with contextlib.suppress(Unavailable, msgspec.MsgspecError):
+        with contextlib.suppress(Unavailable, *MALFORMED):
             data = await self._commands.run("GET", self._key(tenant, url))
             return None if data is None else msgspec.json.decode(data, type=FetchedUrl)
         return None

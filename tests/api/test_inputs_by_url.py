@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from aiohttp import web
 
 from api.inputs import url_fetcher
@@ -589,6 +590,19 @@ async def test_who_shares_goes_on_if_the_other_ends_first(
     files.go.set()
     assert await second == b"a"
     assert files.asked["/slow"] == 2
+
+
+async def test_what_is_remembered_of_a_file_may_be_damaged(
+    tmp_path: Path, files: FileServer, stores: RecordStores, redis_url: str
+) -> None:
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
+    url = files.add("/a", bytes(200_000), "text/plain", etag='"v"')
+    await fetch(one, url)
+    with redis.Redis.from_url(redis_url) as client:
+        (known,) = client.keys("penstock:fetched:*")
+        client.set(known, b'{"final_url": "\xff"}')
+    await fetch(one, url)
+    assert files.asked["/a"] == 2
 
 
 async def test_without_redis_it_is_fetched_all_the_same(tmp_path: Path, files: FileServer) -> None:

@@ -277,6 +277,12 @@ def test_replies_with_invalid_letters() -> None:
         decode_reply_body(broken)
 
 
+def test_reply_that_is_nested_too_deeply() -> None:
+    body = b'{"outcomes": [], "new": %s}' % (b"[" * 5000 + b"]" * 5000)
+    with pytest.raises(UndecodableMessage):
+        decode_reply_body(body)
+
+
 def failed(message: str) -> ItemOutcome:
     return failure(0, BadInput(message, field="input"), Receipt())
 

@@ -108,7 +108,7 @@ async def handle_scheduled(
 def _read_options(body: bytes) -> dict[str, Any]:
     try:
         options = msgspec.json.decode(body or b"{}")
-    except (*MALFORMED, RecursionError) as error:
+    except MALFORMED as error:
         raise BadInput(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(options, dict):
         raise BadInput("the body is not a JSON object", field="body")
