@@ -234,7 +234,9 @@ class PredictionStore:
         """
         command, key = "ZREVRANGEBYSCORE", self._tenant_key(tenant)
         listed = list[ListedRecord]()
-        if after is not None and since_s <= after.created_at_s < before_s:
+        if after is not None and after.created_at_s < since_s:
+            return []
+        if after is not None and after.created_at_s < before_s:
             before_s = after.created_at_s
             same_time = await self._commands.run(command, key, repr(before_s), repr(before_s))
             records = [record.decode() for record in same_time]

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from shared.errors import MALFORMED, UndecodableMessage
 from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
@@ -109,13 +110,16 @@ def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     """Reads the fields of a record hash.
 
     Raises:
-        UndecodableMessage: its reply can't be decoded.
+        UndecodableMessage: its reply or another field can't be decoded.
     """
     known = dict(fields)
     document, receipts = known.pop("document", b""), known.pop("receipts", None)
     reply = known.pop("reply", receipts)
-    texts = {name: value.decode() for name, value in known.items()}
-    record = msgspec.convert(texts, Record, strict=False)
+    try:
+        texts = {name: value.decode() for name, value in known.items()}
+        record = msgspec.convert(texts, Record, strict=False)
+    except MALFORMED as error:
+        raise UndecodableMessage(f"record: {error}", field="data") from error
     record.document = document
     record.reply = None if reply is None else decode_reply_body(reply)
     return record

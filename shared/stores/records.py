@@ -229,7 +229,7 @@ class Records:
                             continue
                         # Also yielded after redis-py has silently reconnected.
                         is_new = message["type"] == "subscribe"
-                        yield None if is_new else message["data"].decode()
+                        yield None if is_new else message["data"].decode(errors="replace")
             except (RedisError, OSError, RuntimeError) as error:
                 _check_canceled()
                 log.debug("can't listen for cancellations", extra={"reason": repr(error)})

@@ -37,7 +37,7 @@ def decode_chunk(data: bytes) -> Chunk:
     """Decodes a chunk from MessagePack.
 
     Raises:
-        msgspec.MsgspecError: the data is not a chunk.
+        MALFORMED (shared/errors.py): the data is not a chunk.
     """
     # Only pieces have lengths, but the text itself may contain that word.
     if b"lengths" in data and (pieces := _piece_decoder.decode(data)).lengths:

@@ -29,7 +29,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 from shared.models.tasks.text import TokenChunk
 from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
@@ -97,23 +97,24 @@ class TokenStreams:
         """Returns each item's chunks, starting with the first that ends after a position.
 
         Returned chunks count as delivered. If a record ended without a result, or is about to, only
-        chunks that were already delivered are returned.
+        chunks that were already delivered are returned. None are returned from a chunk on that
+        can't be decoded; the reply has the whole text.
 
         Args:
             wanted: each item's record, index, and number of tokens that the reader has.
         """
         keys = [key for record, index, _ in wanted for key in self._keys(record, index)]
         entries = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
-        return [
-            Tokens([decode_chunk(chunk) for chunk in chunks], bool(is_over))
-            for is_over, *chunks in entries
-        ]
+        return [Tokens(_decode_start(chunks), bool(is_over)) for is_over, *chunks in entries]
 
     async def read_written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
         """Returns all chunks of several items, for a worker that continues them.
 
         Args:
             wanted: each item's record and index.
+
+        Raises:
+            Unavailable: Redis did not respond, or a chunk can't be decoded.
         """
         delivered = await asyncio.gather(
             *(
@@ -121,7 +122,10 @@ class TokenStreams:
                 for record, index in wanted
             )
         )
-        return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
+        try:
+            return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
+        except MALFORMED as error:
+            raise Unavailable(f"written tokens: {error}") from error
 
     async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
         """Returns the delivered parts of items that end without a result, so they can be billed.
@@ -181,6 +185,15 @@ def _stream_key(prefix: str, record: str, index: int) -> str:
 
 def _reader_key(prefix: str, record: str) -> str:
     return f"{prefix}reader:{record}"
+
+
+def _decode_start(chunks: Sequence[bytes]) -> list[Chunk]:
+    """Returns the chunks before the first that can't be decoded."""
+    decoded: list[Chunk] = []
+    with contextlib.suppress(*MALFORMED):
+        for chunk in chunks:
+            decoded.append(decode_chunk(chunk))
+    return decoded
 
 
 def _parse_delivery(read: int, prompt: bytes) -> Delivered | None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from infra.local.redis_server import RedisServer
-from shared.errors import Canceled, Unavailable
+from shared.errors import Canceled, Unavailable, UndecodableMessage
 from shared.messages import (
     PrintedLogs,
     Receipt,
@@ -289,6 +289,9 @@ async def test_predictions_of_the_same_time_are_listed_once(stores: RecordStores
     gone = ListedRecord("cc", 5.25)
     assert await stores.predictions.latest("acme", 9, after=gone) == listed[2:]
     assert await stores.predictions.latest("acme", 9, after=gone, before_s=5.25) == []
+    await stores.predictions.create(
+        "new", "acme", b"{}", deadline_s=time.time(), keep_s=60, created_at_s=6.25
+    )
     assert await stores.predictions.latest("acme", 9, after=gone, since_s=5.5) == []
 
 
@@ -299,6 +302,30 @@ async def test_workers_are_told_of_cancellations(stores: RecordStores) -> None:
         await stores.records.cancel("req_1")
         assert await anext(told) == "req_1"
         await told.aclose()
+
+
+async def test_noise_on_the_channel_of_cancellations_ends_nothing(
+    stores: RecordStores, redis_url: str
+) -> None:
+    with anyio.fail_after(WAIT_LIMIT_S), redis.Redis.from_url(redis_url) as client:
+        told = stores.records.watch_cancellations()
+        assert await anext(told) is None
+        client.publish(client.pubsub_channels()[0], b"\xff")
+        await anext(told)
+        await stores.records.cancel("req_1")
+        assert await anext(told) == "req_1"
+        await told.aclose()
+
+
+@pytest.mark.parametrize("state", [b"resting", b"\xff"])
+async def test_record_in_a_state_that_is_unknown_here(
+    stores: RecordStores, redis_url: str, state: bytes
+) -> None:
+    await stores.predictions.create("req_1", "acme", b"{}", deadline_s=time.time(), keep_s=60)
+    with redis.Redis.from_url(redis_url) as client:
+        client.hset("penstock:record:req_1", "state", state)
+    with pytest.raises(UndecodableMessage):
+        await stores.records.read("req_1")
 
 
 async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) -> None:

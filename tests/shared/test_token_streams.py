@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shared.errors import Unavailable
 from shared.models.tasks.custom import PieceChunk
 from shared.models.tasks.text import TokenChunk
 from shared.stores.redis_client import NO_REDIS
@@ -59,6 +61,18 @@ async def test_tokens_follow_each_other_without_a_gap(redis_url: str) -> None:
         assert not is_over
         ((rest, _),) = await streams.read([(record, 0, 2)])
         assert rest == [chunk(2, 7, 8)]
+
+
+async def test_a_chunk_that_cannot_be_decoded_ends_what_is_read(redis_url: str) -> None:
+    async with RecordStores(redis_url) as stores:
+        record = await claimed(stores)
+        await stores.tokens.append([Written(record, 0, 1, chunk(0, 5))])
+        with redis.Redis.from_url(redis_url) as client:
+            client.xadd(f"penstock:tokens:{record}:0", {"c": b"\xc1"}, id="2-1")
+        ((chunks, is_over),) = await stores.tokens.read([(record, 0, 0)])
+        assert (chunks, is_over) == ([chunk(0, 5)], False)
+        with pytest.raises(Unavailable, match="written tokens"):
+            await stores.tokens.read_written([(record, 0)])
 
 
 async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
