@@ -48,10 +48,14 @@ class ClassFile:
             )
         try:
             handle, partial = tempfile.mkstemp(dir=folder, prefix=f".{self.name}")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(partial).chmod(0o644)
-            Path(partial).replace(path)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                Path(partial).chmod(0o644)
+                Path(partial).replace(path)
+            except BaseException:
+                Path(partial).unlink(missing_ok=True)
+                raise
         except OSError as error:
             raise ConfigurationError(f"{path}: {error.strerror}", field="source") from error
         return path

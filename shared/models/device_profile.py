@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -50,7 +51,7 @@ class DeviceProfile(BaseModel):
     """Number of model processes that were computing at the same time."""
     batch_tokens: int | None = Field(None, gt=0)
     """Tokens per batch, as determined by workers on this device."""
-    tokens_per_s: Mapping[int, float] = {}
+    tokens_per_s: Mapping[int, Annotated[float, Field(gt=0)]] = {}
     """Combined rate of all processes, keyed by tokens per batch."""
     images: tuple[ImageTiming, ...] = ()
     peak_memory_bytes: int | None = Field(None, gt=0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import tempfile
@@ -31,7 +32,7 @@ import msgspec
 from prometheus_client import Counter, Gauge
 from redis.connection import parse_url
 
-from shared.errors import ConfigurationError, Unavailable
+from shared.errors import MALFORMED, ConfigurationError, Unavailable
 from shared.models.catalog import Catalog
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 from shared.tenants.directory import MAX_KEYS
@@ -47,6 +48,8 @@ from shared.tenants.key_store import (
 )
 from shared.tenants.rules import Served
 from shared.webhooks.event import parse_webhook_url
+
+log = logging.getLogger(__name__)
 
 ERRORS = Counter(
     "penstock_keys_errors_total",
@@ -249,10 +252,14 @@ class KeyFile:
                 audit.write(msgspec.json.encode(act) + b"\n")
                 _to_disk(audit.fileno())
             with tempfile.NamedTemporaryFile(dir=self._path.parent, delete=False) as new:
-                new.write(data)
-                new.flush()
-                _to_disk(new.fileno())
-            os.replace(new.name, self._path)
+                try:
+                    new.write(data)
+                    new.flush()
+                    _to_disk(new.fileno())
+                    os.replace(new.name, self._path)
+                except BaseException:
+                    os.unlink(new.name)
+                    raise
         return True
 
     @contextmanager
@@ -281,10 +288,16 @@ class KeyFile:
             raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
         end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
         indices = range(max(0, end - min(limit, MAX_AUDIT_EVENTS)), end)
-        return [
-            LoggedEvent(str(number), msgspec.json.decode(lines[number], type=AuditEvent))
-            for number in reversed(indices)
-        ]
+        events = []
+        for number in reversed(indices):
+            try:
+                act = msgspec.json.decode(lines[number], type=AuditEvent)
+            except MALFORMED as error:  # a write that was cut off
+                place = f"{self._audit}:{number + 1}"
+                log.warning("audit event left out", extra={"place": place, "reason": str(error)})
+                continue
+            events.append(LoggedEvent(str(number), act))
+        return events
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
         """Does nothing, because uses are not stored in the file."""
@@ -308,7 +321,10 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
     Raises:
         ConfigurationError: the URL does not name a store.
     """
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigurationError(f"PENSTOCK_KEYS_URL: {error}", field="keys_url") from error
     if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
         return KeyFile(Path(unquote(parts.path)), is_writable=is_writable)
     if parts.scheme in ("redis", "rediss", "unix"):

@@ -11,7 +11,6 @@ The function also checks the host's addresses when it connects (shared/web/pinne
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -180,7 +179,7 @@ def _key(secret: str) -> bytes:
     try:
         # The standard alphabet, because Replicate's client splits a secret at each underscore.
         key = base64.b64decode(secret.removeprefix(PREFIX), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # not base64, or not even ASCII
         raise ConfigurationError(
             f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
         ) from error

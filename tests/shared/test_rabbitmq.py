@@ -379,7 +379,9 @@ def test_broker_setting_names_an_amqp_url(broker: str, url: str) -> None:
     assert str(broker_url(broker)) == url
 
 
-@pytest.mark.parametrize("broker", ["pubsub", "http://host", "rabbitmq://", "rabbitmq://host:x/"])
+@pytest.mark.parametrize(
+    "broker", ["pubsub", "http://host", "rabbitmq://", "rabbitmq://host:x/", "rabbitmq://\u200b/"]
+)
 def test_wrong_broker_setting_is_refused_with_its_field(broker: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         broker_url(broker)

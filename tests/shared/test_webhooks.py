@@ -49,7 +49,17 @@ def test_tenants_have_secrets_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["", " , ", "secret", "whsec_", "whsec_c2hvcnQ=", "whsec_" + "-_-_" * 8, SECRET[6:]]
+    "setting",
+    [
+        "",
+        " , ",
+        "secret",
+        "whsec_",
+        "whsec_c2hvcnQ=",
+        "whsec_" + "-_-_" * 8,
+        SECRET[6:],
+        SECRET + "ä",
+    ],
 )
 def test_wrong_settings_are_named(setting: str) -> None:
     with pytest.raises(ConfigurationError, match="PENSTOCK_WEBHOOK_SECRETS"):

@@ -24,10 +24,11 @@ def broker_url(broker: str) -> URL:
     try:
         parts = urlsplit(broker)
         scheme, _ = SCHEMES[parts.scheme], parts.port
+        url = URL(broker)
     except (KeyError, ValueError):
         raise ConfigurationError(
             "the broker URL must look like rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
         ) from None
     if not parts.hostname:
         raise ConfigurationError("the broker URL must have a host", field="broker")
-    return URL(broker).with_scheme(scheme)
+    return url.with_scheme(scheme)

@@ -226,10 +226,14 @@ class ConfirmedPublisher:
                 self._waits = None
             raise
         finally:
-            if waits is not self._waits and waits.is_idle and not waits.channel.is_closed:
-                closing = asyncio.create_task(close_channel(waits.channel))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+            if waits is not self._waits and waits.is_idle:
+                self._close_later(waits)
+
+    def _close_later(self, waits: ChannelWaits) -> None:
+        if not waits.channel.is_closed:
+            closing = asyncio.create_task(close_channel(waits.channel))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _open_channel(self) -> ChannelWaits:
         waits = self._waits
@@ -248,8 +252,11 @@ class ConfirmedPublisher:
         )
         try:
             await waits.within(self._connection.answer_limit_s, declared)
-        except BROKEN as error:
-            raise translate(error, f"declare {self._exchange}") from error
+        except BaseException as error:
+            self._close_later(waits)
+            if isinstance(error, BROKEN):
+                raise translate(error, f"declare {self._exchange}") from error
+            raise
         return waits
 
     async def _check_topic(self, topic_id: str) -> None:

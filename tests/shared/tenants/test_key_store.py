@@ -4,6 +4,7 @@ directory.
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 import redis
 
-from shared.errors import BadInput, Unavailable
+from shared.errors import BadInput, ConfigurationError, Unavailable
 from shared.stores.key_stores import KeyFile, KeyRedis, key_store
 from shared.stores.redis_client import NO_REDIS
 from shared.tenants.administration import (
@@ -240,6 +241,36 @@ async def test_file_that_others_manage_is_not_changed(tmp_path: Path) -> None:
         with pytest.raises(KeysReadOnly, match="read-only"):
             await asked
     assert sorted(os.listdir(tmp_path)) == ["keys.json"]
+
+
+async def test_audit_event_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:
+    store = KeyFile(tmp_path / "keys.json", is_writable=True)
+    await store.replace("", b"{}", ACT)
+    with (tmp_path / "keys.json.audit.jsonl").open("ab") as audit:
+        audit.write(b'{"at_s": \n\xff\n')
+    assert [event.id for event in await store.audit_events(10)] == ["0"]
+
+
+async def test_file_that_is_not_replaced_leaves_no_copy(tmp_path: Path) -> None:
+    store = KeyFile(tmp_path / "keys.json", is_writable=True)
+    await store.replace("", b"{}", ACT)
+    before = sorted(os.listdir(tmp_path))
+    current = await store.read()
+    assert current is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(Unavailable, match="File too large"):
+            await store.replace(current.version, b" " * 200_000, ACT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("url", ["redis://[bad", "file://[/keys.json", "keys.json"])
+def test_setting_that_names_no_store(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="PENSTOCK_KEYS_URL"):
+        key_store(url)
 
 
 async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,18 @@ def test_a_file_that_we_did_not_write_is_never_overwritten(
     with pytest.raises(ConfigurationError, match="was not written by Penstock"):
         file.write(folder, "{}")
     assert (folder / file.name).read_text() == text
+
+
+def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(folder: Path) -> None:
+    before = sorted(folder.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(ConfigurationError, match="File too large"):
+            INTERFACE_FILE.write(folder, " " * 200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_folder_that_an_earlier_release_checked_still_loads(folder: Path) -> None:
