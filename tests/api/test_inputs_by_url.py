@@ -595,13 +595,13 @@ async def test_who_shares_goes_on_if_the_other_ends_first(
 async def test_what_is_remembered_of_a_file_may_be_damaged(
     tmp_path: Path, files: FileServer, stores: RecordStores, redis_url: str
 ) -> None:
-    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
+    loader = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     url = files.add("/a", bytes(200_000), "text/plain", etag='"v"')
-    await fetch(one, url)
+    await fetch(loader, url)
     with redis.Redis.from_url(redis_url) as client:
         (known,) = client.keys("penstock:fetched:*")
         client.set(known, b'{"final_url": "\xff"}')
-    await fetch(one, url)
+    await fetch(loader, url)
     assert files.asked["/a"] == 2
 
 
