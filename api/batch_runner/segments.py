@@ -318,8 +318,8 @@ class SegmentRun:
     async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
         """Writes complete segments.
 
-        If the line failed to run, returns the error instead of raising it, because other lines are
-        still in flight.
+        If the object store is unreachable, returns the error instead of raising it, because other
+        lines are still in flight.
         """
         try:
             await self._write_complete(answers)

@@ -711,7 +711,11 @@ def _read(connection: socket.socket) -> tuple[CodecRequest, bytes]:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """Reads exactly `size` bytes. Exits the process if the API closes the socket."""
+    """Reads exactly `size` bytes.
+
+    Raises:
+        ConnectionError: the API closed the socket.
+    """
     data = bytearray(size)
     rest = memoryview(data)
     while rest:

@@ -122,7 +122,8 @@ class _Removal(NamedTuple):
     removed: int
     """Number of removed objects."""
     next_s: float
-    """Earliest Unix time at which any of the remaining listed files can expire."""
+    """Unix time of the next removal: when a remaining file expires, but at most LOOK_AGAIN_S later.
+    """
 
 
 class _Checked(NamedTuple):
@@ -373,7 +374,7 @@ class Storage:
 
 
 class StorageReservation:
-    """Space for one file being written, created by `Storage.reserved`."""
+    """Space for one file being written, created by `Storage.reserve`."""
 
     def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage

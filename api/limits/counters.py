@@ -544,9 +544,9 @@ class SlotCounter(Counter):
             self.in_use -= need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Does nothing.
+        """Stops counting `need` as in use.
 
-        The slots may or may not be held, and the next ask contains the total number.
+        Redis may or may not hold the slots, but the next ask contains the total number.
         """
         self.in_use -= need
 

@@ -65,7 +65,8 @@ async def restore(
         writes: False to compare the amounts without changing anything.
         now_s: Unix time, or None for now.
 
-    The counters that differ.
+    Returns:
+        The counters that differ from their rows, sorted by name and month.
 
     Raises:
         Unavailable: Redis or BigQuery did not respond. Earlier changes remain in effect.

@@ -55,7 +55,7 @@ class QueryPermits:
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
     def claim(self, tenant: str) -> None:
-        """Takes a position in the queue. Call `taken` or `run` afterwards.
+        """Takes a position in the queue. Call `hold_turn` or `run` afterward.
 
         Raises:
             Overloaded: the queue is full, or the tenant has used up its share of it.
@@ -114,6 +114,7 @@ class UsageService:
         Raises:
             BadInput: the result would have too many groups.
             Overloaded: too many queries are running.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         task = self._reads.get(query)
         if task is None or not self._is_fresh(task):
