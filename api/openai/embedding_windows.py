@@ -229,7 +229,7 @@ def _window_tokens(chunk: Chunk, max_tokens: int, model: Model) -> int:
     return tokens
 
 
-def take_time(call: ModelCall, model: Model) -> None:
+def run_as_batch(call: ModelCall, model: Model) -> None:
     """Sets a large request's priority to `batch` and its deadline to the model's maximum.
 
     Values chosen by the caller take precedence.

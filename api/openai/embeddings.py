@@ -22,7 +22,7 @@ from api.http.inference import Inference
 from api.http.openapi import TRUNCATED_HEADER
 from api.http.router import Router
 from api.inputs.files import Files
-from api.openai.embedding_windows import cut_texts, read_texts, take_time
+from api.openai.embedding_windows import cut_texts, read_texts, run_as_batch
 from api.openai.embeddings_schemas import (
     EmbeddingItem,
     EmbeddingsBody,
@@ -189,7 +189,7 @@ async def create_embeddings(
         windows = await cut_texts(call, texts, body.chunk, model, inference)
         inputs = windows.inputs
         if len(inputs) >= LARGE_ITEMS:
-            take_time(call, model)
+            run_as_batch(call, model)
     if len(inputs) >= LARGE_ITEMS:
         inference.check_room(call, model, 1)
     async with inference.compute(call, model, inputs) as response:

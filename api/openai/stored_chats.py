@@ -81,7 +81,7 @@ async def list_chats(
         for candidate in call.visible_models(catalog)
         if model in ("", candidate.name)
     }
-    # Reads only one more item than fits on the page, no matter how many there are.
+    # Reads no further than the first match beyond the page, no matter how many chats there are.
     chats: list[dict[str, Any]] = []
     every = _iterate_chats(call.tenant, after, predictions, is_ascending=order == "asc")
     async with aclosing(every) as snapshots:
@@ -132,8 +132,8 @@ async def change_chat(
 ) -> Response:
     snapshot = await _find(call, completion_id, recording)
     body = await call.read_json(ChatChange)
-    store_if_large = snapshot.prediction.input | {"metadata": body.metadata or {}}
-    changed = await predictions.replace_input(snapshot, store_if_large)
+    new_input = snapshot.prediction.input | {"metadata": body.metadata or {}}
+    changed = await predictions.replace_input(snapshot, new_input)
     return encode_json(build_stored_chat(call, changed, catalog))
 
 

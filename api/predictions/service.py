@@ -394,7 +394,7 @@ class Predictions:
         return PredictionsRead(ended, ids[count:], sizes[count - 1] if count else 0)
 
     async def replace_input(
-        self, snapshot: PredictionSnapshot, store_if_large: dict[str, Any]
+        self, snapshot: PredictionSnapshot, new_input: dict[str, Any]
     ) -> PredictionSnapshot:
         """Replaces the input of a finished prediction, as shown to callers.
 
@@ -405,7 +405,7 @@ class Predictions:
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not finished, so it can't be changed yet")
-        changed = msgspec.structs.replace(snapshot.prediction, input=store_if_large)
+        changed = msgspec.structs.replace(snapshot.prediction, input=new_input)
         document = _encode_within_bounds(changed)
         if not await self._store.put_document(
             changed.record,
