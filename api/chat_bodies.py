@@ -449,6 +449,10 @@ class ChatBody(_SampledBody):
     def _alternatives_need_logprobs(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise WrongField("top_logprobs", "requires logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> ChatBody:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise WrongField(
                 "max_completion_tokens", "send either max_tokens or max_completion_tokens, not both"
@@ -507,6 +511,10 @@ class CompletionBody(_SampledBody):
                 "prompt",
                 f"{texts} texts (prompts times n) exceed the maximum of {max_texts} for {how}",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _echoes_no_stream(self) -> CompletionBody:
         if self.echo and self.stream:
             raise WrongField("echo", "a stream can't include the prompt; omit echo or stream")
         return self

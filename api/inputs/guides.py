@@ -95,6 +95,10 @@ class ControlFields(Body):
             for name in _CONTROL_OPTIONS:
                 if getattr(self, name) is not None:
                     raise WrongField(name, "requires control; set control as well")
+        return self
+
+    @model_validator(mode="after")
+    def _ends_after_its_start(self) -> ControlFields:
         if self.part[0] >= self.part[1]:
             raise WrongField("control_guidance_start", "must be less than control_guidance_end")
         return self

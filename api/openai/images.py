@@ -153,6 +153,10 @@ class ImageBody(ImageFields):
     def _is_streamed_as_base64(self) -> ImageBody:
         if self.stream and self.response_format == "url":
             raise WrongField("response_format", "must be b64_json or omitted with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _previews_a_stream(self) -> ImageBody:
         if self.partial_images and not self.stream:
             raise WrongField("partial_images", "requires stream: true; omit it otherwise")
         return self

@@ -484,6 +484,10 @@ class ResponseBody(Body):
                 "requires store: true because a background response is retrieved later; omit "
                 "store or set it to true",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _continues_one_thing(self) -> ResponseBody:
         if self.conversation is not None and self.previous_response_id is not None:
             raise WrongField(
                 "conversation", "send either conversation or previous_response_id, not both"
