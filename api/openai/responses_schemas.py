@@ -536,7 +536,7 @@ class ResponseBody(Body):
             referenced[item.id] if isinstance(item, ItemReference) else item_fields
             for item, item_fields in zip(self.input, fields["input"], strict=True)
         ]
-        return ResponseBody.model_validate(fields)
+        return type(self).model_validate(fields)
 
     @property
     def dumped_items(self) -> list[dict[str, Any]]:
@@ -559,7 +559,7 @@ class ResponseBody(Body):
         """
         fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
         fields["input"] = [*items, *self.dumped_items]
-        return ResponseBody.model_validate(fields)
+        return type(self).model_validate(fields)
 
     def to_chat(self) -> ChatBody:
         """Returns the equivalent chat request.

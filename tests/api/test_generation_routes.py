@@ -139,6 +139,26 @@ async def test_input_that_comes_before_counts_too(api: ApiUnderTest) -> None:
     assert counted.input_tokens == len(["say", "one", "two", "one", "two", "and", "now"])
 
 
+@pytest.mark.parametrize("is_in_conversation", [False, True])
+async def test_a_personality_has_no_effect_on_input_that_comes_before(
+    api: ApiUnderTest, is_in_conversation: bool
+) -> None:
+    client = api.openai()
+    body: dict[str, Any] = {"model": "writer", "input": "now", "personality": "friendly"}
+    if is_in_conversation:
+        items = [{"role": "user", "content": "say one"}]
+        begun = await client.conversations.create(items=items)
+        (item,) = (await client.conversations.items.list(begun.id)).data
+        reference = {"type": "item_reference", "id": item.id}
+        body |= {"conversation": begun.id, "input": [reference]}
+    else:
+        first = await client.responses.create(model="writer", input="say one")
+        body |= {"previous_response_id": first.id}
+    answer = await api.http.post("/v1/responses/input_tokens", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["input_tokens"] == 4
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
