@@ -30,6 +30,7 @@ from api.predictions.conversations import (
 )
 from api.predictions.creation import PredictionSnapshot
 from api.predictions.service import Predictions
+from shared.errors import InputTooLarge
 from shared.models.catalog import Catalog
 
 MAX_NEW_ITEMS = 20
@@ -52,6 +53,8 @@ class CallerConversations:
 
     async def read(self, conversation_id: str) -> Conversation:
         """Returns a conversation, first saving any output that was missing from it.
+
+        Output that does not fit is returned without being saved.
 
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
@@ -78,7 +81,12 @@ class CallerConversations:
                 for new_entry in outputs.get(entry.prediction, [entry])
             ]
 
-        return await self.change(conversation_id, change)
+        try:
+            return await self.change(conversation_id, change)
+        except InputTooLarge:
+            # Otherwise, a full conversation could no longer be read.
+            change(conversation)
+            return conversation
 
     async def change(
         self, conversation_id: str, change: Callable[[Conversation], None]
@@ -87,6 +95,8 @@ class CallerConversations:
 
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            InputTooLarge: the conversation would have too many items, or the items would be too
+                large.
             ConversationBusy: other requests keep changing the conversation.
         """
         return await _change(self._call, conversation_id, change, self._conversations)

@@ -337,14 +337,24 @@ class _NewResponse:
                 held.enter_context(streams.room.reserve(call.tenant))
             async with self.recording.create(call, new, waits=False) as creation:
                 if creation.is_new and full_request.conversation:
-                    prediction = new.new_record.prediction.id
-                    await self._append(as_stored(full_request.own), prediction=prediction)
+                    await self._append_pending(creation.snapshot, streams)
             if body.stream:
                 events = _EventAnswer(call, creation.snapshot, catalog, streams)
                 if body.background:
                     return events.follow(-1, held)
                 return await events.begin(call, held)
         return encode_json(state_of(call, creation.snapshot, catalog))
+
+    async def _append_pending(
+        self, snapshot: PredictionSnapshot, streams: GenerationStreams
+    ) -> None:
+        """Appends a new response to its conversation, or cancels the response if that fails."""
+        prediction = snapshot.prediction
+        try:
+            await self._append(as_stored(self.full_request.own), prediction=prediction.id)
+        except PenstockError:
+            streams.leave(prediction, 0.0)  # its caller only gets the error
+            raise
 
     async def keep(
         self, outcomes: Sequence[ItemOutcome], predictions: Predictions

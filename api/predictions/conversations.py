@@ -60,7 +60,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     @property
     def room(self) -> int:
         """Number of items the conversation still has room for."""
-        return MAX_ITEMS - len(self.entries)
+        return max(0, MAX_ITEMS - len(self.entries))
 
     @property
     def pending(self) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from api.predictions import conversations, service
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
-from tests.api.test_responses import asked
+from tests.api.test_responses import CALLS, asked, weather_tool
 from tests.api.test_stored_responses import prompt_of
 from tests.keys import bearer, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
@@ -145,6 +145,49 @@ async def test_a_full_conversation_is_refused_before_anything_is_written(
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
     assert not api.worker.jobs
     assert (await api.http.get("/v1/predictions")).json()["results"] == []
+
+
+@pytest.mark.parametrize("options", [{"background": True}, {"stream": True}])
+async def test_a_response_that_its_conversation_does_not_take_is_canceled(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    monkeypatch.setattr(conversations, "DOCUMENT_MAX_BYTES", 500)
+    begun = await api.openai().conversations.create()
+    body = asked(f"say {'one ' * 100}", conversation=begun.id, **options)
+    answer = await api.http.post("/v1/responses", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while True:
+            (made,) = (await api.http.get("/v1/predictions")).json()["results"]
+            if made["status"] == "canceled":
+                break
+            await asyncio.sleep(0.01)
+    assert await texts_of(api.openai(), begun.id) == []
+
+
+async def test_a_conversation_that_its_last_output_overfills_can_be_read(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pending response counts as one item, no matter how many items its output has."""
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 2)
+    client = api.openai()
+    begun = await client.conversations.create()
+    body = asked(CALLS, tools=[weather_tool()], conversation=begun.id, background=True)
+    late = await client.responses.create(**body)
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while late.status in ("queued", "in_progress"):
+            late = await client.responses.retrieve(late.id)
+    kinds = ["message", "message", "function_call"]
+    for _ in range(2):
+        items = (await client.conversations.items.list(begun.id, order="asc")).data
+        assert [item.type for item in items] == kinds
+    answer = await api.http.post("/v1/responses", json=asked("say one", conversation=begun.id))
+    assert answer.json()["error"]["param"] == "conversation"
+    assert "only 0 more items fit" in answer.json()["error"]["message"]
+    await client.conversations.items.delete(items[0].id, conversation_id=begun.id)
+    items = (await client.conversations.items.list(begun.id, order="asc")).data
+    assert [item.type for item in items] == kinds[1:]
 
 
 PARTS = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4500}]
