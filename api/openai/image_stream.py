@@ -146,16 +146,19 @@ class ImageStream:
         self._output_format = output_format
         self._size = f"{size[0]}x{size[1]}"
         self._has_ids = wants_event_ids(call.http.headers)
+        self._is_over = False
+        """True once the prediction has finished."""
 
     async def events(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
         """Yields the events the reader has not received yet, for at most MAX_S.
 
-        If the reader disconnects and can't resume, the prediction is canceled.
+        If the stream ends before the prediction does, and the reader can't resume, the prediction
+        is canceled.
 
         Raises:
             PenstockError: the prediction failed before its first event. Later errors are events.
         """
-        has_begun = is_done = False
+        has_begun = False
         try:
             try:
                 async for event in self._stream_images(snapshot, model):
@@ -166,9 +169,8 @@ class ImageStream:
                     raise
                 log_reason(error, snapshot.prediction.record)
                 yield failure_event(error)
-            is_done = True
         finally:
-            if not is_done and not self._has_ids:
+            if not self._is_over and not self._has_ids:
                 self._generation_streams.leave(snapshot.prediction, 0.0)
 
     async def _stream_images(
@@ -177,6 +179,7 @@ class ImageStream:
         heartbeat_s = time.monotonic()
         async for snapshot in follow_record(self._predictions, first, self._call.check_key):
             if snapshot.record.is_over:
+                self._is_over = True
                 break
             async for event in self._partials(snapshot):
                 yield event
@@ -184,7 +187,7 @@ class ImageStream:
             if now_s - heartbeat_s > HEARTBEAT_S:
                 yield HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
                 heartbeat_s = now_s
-        if not snapshot.record.is_over:
+        if not self._is_over:
             if self._has_ids:
                 return  # the reader may reconnect
             raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)

@@ -24,8 +24,12 @@ from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_f
 from tests.api.predicting import TEXT
 from tests.api.test_generation import parsed
 from tests.api.test_generation_charges import BODY, served
+from tests.api.test_streamed_images import PATH as IMAGES
+from tests.api.test_streamed_images import events as events_in
+from tests.api.test_streamed_images import record_being_drawn, show
 from tests.keys import bearer, key_for, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 CHAT = {"model": "writer", "messages": [{"role": "user", "content": "say a b c"}]}
@@ -135,6 +139,28 @@ async def test_client_raises_what_ended_its_stream(api: ApiUnderTest, tmp_path: 
 
     with pytest.raises(openai.APIError, match=ENDED):
         await asyncio.wait_for(read(), WAIT_LIMIT_S)
+
+
+async def test_image_that_its_reader_may_no_longer_see_is_not_drawn(
+    api: ApiUnderTest, stores: RecordStores, tmp_path: Path
+) -> None:
+    api.worker.go.clear()
+    body = {"prompt": "a", "stream": True, "partial_images": 1}
+    request = api.http.build_request("POST", IMAGES, json=body, headers=bearer("a"))
+    async with asyncio.timeout(WAIT_LIMIT_S), asyncio.TaskGroup() as tasks:
+        opening = tasks.create_task(api.http.send(request, stream=True))
+        record = await record_being_drawn(api)
+        await show(stores, record, 12)
+        answer = await opening
+        events = events_in(answer)
+        assert (await anext(events))["event"] == "image_generation.partial_image"
+        await revoke(api, tmp_path)
+        assert [event["data"]["error"]["message"] async for event in events] == [ENDED]
+        while True:
+            snapshot = await stores.records.read(record)
+            if snapshot is not None and snapshot.state == "canceled":
+                break
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("model", [IMAGE_MODEL.name, "writer"])
