@@ -14,6 +14,7 @@ import re
 import resource
 import socket
 import ssl
+import urllib.parse
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -21,7 +22,12 @@ from typing import Any, ClassVar
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from api import metrics
 from api.errors import HeadTooLarge, TooSlow, error_response
@@ -47,6 +53,8 @@ UNREAD_MAX_BYTES = 256 * 1024 * 1024
 RESERVED_FILES = 128
 """File descriptors reserved for the process itself."""
 MAX_PORT = 65535
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_FRAMING = frozenset((b"connection", b"transfer-encoding"))
 _HOST = re.compile(
     rb"(?:\[(?P<ipv6>[0-9A-Fa-f:.]{2,45})\]"
     rb"|(?:[A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})"
@@ -192,8 +200,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._disarm()
         self.idle.pop(self, None)
         self._beside_bytes, self._in_head, self._in_body = 0, False, True
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]
-        super().on_headers_complete()
+        self._begin_request()
         # The parser reports trailers as headers (RFC 9110, 6.5.1). They must not become headers.
         self.headers = []
 
@@ -223,6 +230,35 @@ class BoundedHttp(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Rejects input that the parser can't read or that a callback rejected."""
         self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
+
+    def _begin_request(self) -> None:
+        """Does the same thing as uvicorn's `on_headers_complete`, with our kind of cycle."""
+        http_version, url = self.parser.get_http_version(), httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        self.scope["http_version"] = http_version
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["path"] = urllib.parse.unquote(path) if "%" in path else path
+        self.scope["raw_path"], self.scope["query_string"] = url.path, url.query or b""
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
+        earlier = self.cycle
+        self.cycle = _Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=http_version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if earlier is None or earlier.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:  # pipelined
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def _parse(self, data: bytes) -> None:
         """Feeds received bytes to the parser.
@@ -315,6 +351,50 @@ class BoundedHttp(HttpToolsProtocol):
         was_unread = self.unread.pop(self, None) is not None
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
         return was_unread
+
+
+class _Cycle(RequestResponseCycle):
+    """A request and its response.
+
+    Writes the head of a response with a known length together with its body. uvicorn writes them
+    separately and checks each header by itself, which took a tenth of a short request's CPU time.
+    """
+
+    _head = b""
+    """The response's head, until it is written."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start" and not self.response_started:
+            self._head = self._head_of(message["status"], list(message.get("headers", ())))
+            if self._head:
+                self.response_started, self.waiting_for_100_continue = True, False
+                return
+        elif message["type"] == "http.response.body" and self._head:
+            head, self._head = self._head, b""
+            self.expected_content_length += len(head)
+            message["body"] = head + message.get("body", b"")
+        await super().send(message)
+
+    def _head_of(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Returns a head that can wait for the body. Empty if uvicorn must write the head itself.
+
+        Raises:
+            RuntimeError: a header contains a line break or another control character.
+        """
+        fields = dict(headers)
+        length = fields.get(b"content-length")
+        if (
+            length is None
+            or not self.keep_alive
+            or self.scope["method"] == "HEAD"
+            or not fields.keys().isdisjoint(_FRAMING)
+        ):
+            return b""
+        lines = [b"%b: %b" % field for field in (*self.default_headers, *headers)]
+        if _CONTROL.search(b"".join(lines)):
+            raise RuntimeError("a response header contains a control character")
+        self.chunked_encoding, self.expected_content_length = False, int(length)
+        return STATUS_LINE[status] + b"\r\n".join((*lines, b"", b""))
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:

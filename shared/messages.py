@@ -221,7 +221,7 @@ class Envelope(RequestFacts, kw_only=True):
         values = zip(_ENVELOPE_FIELDS, msgspec.structs.astuple(self), strict=True)
         for (on_wire, left_out), value in values:
             if value != left_out:
-                attributes[on_wire] = value if isinstance(value, str) else repr(value)
+                attributes[on_wire] = value if type(value) is str else repr(value)
         return attributes
 
     @classmethod
@@ -581,9 +581,11 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
 
 
 def _check_carried(attributes: Mapping[str, str]) -> None:
+    # A character takes up at most four bytes, so only long values need an exact byte count.
+    if max(map(len, attributes.values())) * 4 <= MAX_ATTRIBUTE_BYTES:
+        return
     for name, value in attributes.items():
-        # A character takes up at most four bytes, so only long values need an exact byte count.
-        if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:
+        if len(value.encode()) > MAX_ATTRIBUTE_BYTES:
             raise UndecodableMessage(
                 f"attributes: {name} is too long for a message", field="attributes"
             )

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Self
 
@@ -52,7 +52,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Record
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
-from shared.tracing.spans import STAGE, Attributes, record
+from shared.tracing.spans import STAGE, Attributes, current, is_recorded, record
 from shared.usage.row import RowSink, rows_of
 
 log = logging.getLogger(__name__)
@@ -232,13 +232,13 @@ class Dispatcher:
         led = [in_flight for _, in_flight, is_leader in coalesced if is_leader]
         try:
             await self._start(state, led)
-            if open_items := {
-                in_flight.completed
-                for _, in_flight, _ in coalesced
-                if not in_flight.completed.done()
-            }:
-                timeout_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
-                await _wait_for_items(open_items, timeout_s)
+            limit_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
+            until_s = asyncio.get_running_loop().time() + limit_s
+            for _, in_flight, _ in coalesced:
+                if not in_flight.is_ended:  # a job's items end together
+                    await in_flight.wait(until_s)
+                if not in_flight.is_ended:
+                    break
             for index, in_flight, is_leader in coalesced:
                 state.settle(index, in_flight, is_leader=is_leader)
         finally:
@@ -290,12 +290,13 @@ class Dispatcher:
     async def _look_up(self, keys: Sequence[str]) -> dict[str, Hit]:
         began_s = time.time()
         hits = await self._cache.get_many(keys)
-        facts: Attributes = {
-            STAGE: "cache",
-            "penstock.cache.keys": len(keys),
-            "penstock.cache.hits": len(hits),
-        }
-        record("cache", "internal", (began_s, time.time()), facts)
+        if is_recorded(current()):
+            facts: Attributes = {
+                STAGE: "cache",
+                "penstock.cache.keys": len(keys),
+                "penstock.cache.hits": len(hits),
+            }
+            record("cache", "internal", (began_s, time.time()), facts)
         return hits
 
     async def _send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
@@ -501,34 +502,3 @@ def _count_items(state: RequestState) -> None:
         metrics.of_items(request.model.name, cache, status).inc(count)
         if counts_toward_slo:
             slo.count_ended(request.model.public_name, status, count)
-
-
-async def _wait_for_items(
-    items: Iterable[asyncio.Future[ItemCompletion | None]], timeout_s: float
-) -> None:
-    """Waits up to `timeout_s` for all items to finish.
-
-    asyncio.wait takes twice as long for a single item. A job's items finish together, so this wakes
-    up once per job.
-    """
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + timeout_s
-    for future in items:
-        if future.done():
-            continue
-        woken: asyncio.Future[None] = loop.create_future()
-        wake = partial(_wake, woken)
-        timer = loop.call_at(end_s, wake)
-        future.add_done_callback(wake)
-        try:
-            await woken
-        finally:
-            timer.cancel()
-            future.remove_done_callback(wake)
-        if not future.done():
-            return
-
-
-def _wake(woken: asyncio.Future[None], _: object = None) -> None:
-    if not woken.done():
-        woken.set_result(None)

@@ -269,11 +269,13 @@ class ModelWindow:
 
         The tenant with the fewest published items relative to its weight goes first.
         """
-        while fitting := [
-            tenant
-            for tenant in self._queues.values()
-            if self._fits(tenant, tenant.waiting[0].items)
-        ]:
+        while self._queues and (
+            fitting := [
+                tenant
+                for tenant in self._queues.values()
+                if self._fits(tenant, tenant.waiting[0].items)
+            ]
+        ):
             tenant = min(fitting, key=lambda candidate: candidate.published / candidate.weight)
             first = tenant.waiting.pop(0)
             if not tenant.waiting:

@@ -242,8 +242,7 @@ class PendingReply:
     def __init__(self, inbox: str, slot: str) -> None:
         self.inbox = inbox
         self.slot = slot
-        self._loop = asyncio.get_running_loop()
-        self._reply: asyncio.Future[Reply] = self._loop.create_future()
+        self._outcome: Reply | InboxLost | None = None
         self._woken: asyncio.Future[None] | None = None
         self._has_news = False
 
@@ -255,18 +254,21 @@ class PendingReply:
             InboxLost: the inbox was lost. The record may still receive the result before the
                 deadline.
         """
-        if not self._reply.done() and not self._has_news:
-            self._woken = self._loop.create_future()
+        if self._outcome is None and not self._has_news:
+            loop = asyncio.get_running_loop()
+            self._woken = loop.create_future()
             # Saves one event loop iteration compared to asyncio.wait.
-            timer = self._loop.call_later(timeout_s, self._wake)
+            timer = loop.call_later(timeout_s, self._wake)
             try:
                 await self._woken
             finally:
                 timer.cancel()
         self._has_news = False
-        if not self._reply.done():
+        if self._outcome is None:
             raise DeadlineExceeded(f"no reply within {timeout_s:.3f} s")
-        return self._reply.result()
+        if isinstance(self._outcome, InboxLost):
+            raise self._outcome
+        return self._outcome
 
     def look(self) -> None:
         """Interrupts this wait, or the next one if none is in progress, with DeadlineExceeded.
@@ -278,17 +280,16 @@ class PendingReply:
 
     def deliver(self, reply: Reply) -> bool:
         """Delivers the reply. Returns False for a duplicate."""
-        if self._reply.done():
+        if self._outcome is not None:
             return False
-        self._reply.set_result(reply)
+        self._outcome = reply
         self._wake()
         return True
 
     def fail(self, error: InboxLost) -> None:
         """Fails the wait with `error`."""
-        if not self._reply.done():
-            self._reply.set_exception(error)
-            self._reply.exception()  # marks it as retrieved, in case no task is waiting
+        if self._outcome is None:
+            self._outcome = error
             self._wake()
 
     def _wake(self) -> None:
@@ -375,7 +376,7 @@ class OpenInbox:
 
         Unreadable replies are dropped individually.
         """
-        with _unreadable_counted(message):
+        try:
             if is_reply_batch(message.attributes):
                 for reply in decode_reply_batch(message.data, message.attributes):
                     self._deliver_batched(message, reply)
@@ -383,14 +384,20 @@ class OpenInbox:
                 message.attributes.get("request_id", ""), message.attributes.get("part", "")
             ):
                 _count(pending.deliver(decode_reply(message.data, message.attributes)))
+        except UndecodableMessage as error:
+            _count_unreadable(message, error)
 
     def _deliver_batched(self, message: ReceivedMessage, batched: BatchedReply) -> None:
         pending = self._find(batched.request_id, batched.part)
         if pending is None:
             return
-        with _unreadable_counted(message):
-            slot, body = message.attributes.get("slot", ""), decode_reply_body(batched.body)
-            _count(pending.deliver(Reply(batched.request_id, batched.part, slot, body)))
+        try:
+            body = decode_reply_body(batched.body)
+        except UndecodableMessage as error:
+            _count_unreadable(message, error)
+            return
+        slot = message.attributes.get("slot", "")
+        _count(pending.deliver(Reply(batched.request_id, batched.part, slot, body)))
 
     def _find(self, request_id: str, part: str | int) -> PendingReply | None:
         try:
@@ -417,14 +424,10 @@ def _count(is_first: bool) -> None:
     (_DELIVERED if is_first else _DUPLICATE).inc()
 
 
-@contextmanager
-def _unreadable_counted(message: ReceivedMessage) -> Iterator[None]:
-    try:
-        yield
-    except UndecodableMessage as error:
-        _UNDECODABLE.inc()
-        facts = {"message_id": message.message_id, "reason": error.message}
-        log.warning("reply can't be read", extra=facts)
+def _count_unreadable(message: ReceivedMessage, error: UndecodableMessage) -> None:
+    _UNDECODABLE.inc()
+    facts = {"message_id": message.message_id, "reason": error.message}
+    log.warning("reply can't be read", extra=facts)
 
 
 class ReplyInbox:

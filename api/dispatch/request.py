@@ -268,18 +268,20 @@ class InferenceResponse:
         and cost are summed.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
-        batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
-        inference_ms = max((receipt.inference_ms or 0.0 for receipt in receipts), default=0.0)
-        device_ms = sum(device_s(self.price, receipt) for receipt in receipts) * 1000
+        batch_ms = inference_ms = used_s = 0.0
+        revisions = set[str]()
+        for receipt in receipts:
+            batch_ms = max(batch_ms, receipt.batch_wait_ms or 0.0)
+            inference_ms = max(inference_ms, receipt.inference_ms or 0.0)
+            used_s += device_s(self.price, receipt)
+            revisions.add(receipt.revision or self.revision)
         return {
             CACHE_HEADER: _cache_of(receipts),
             "x-penstock-queue-ms": f"{self.queue_ms:.2f}",
             "x-penstock-batch-ms": f"{batch_ms:.2f}",
             "x-penstock-inference-ms": f"{inference_ms:.2f}",
-            DEVICE_HEADER: f"{device_ms:.3f}",
-            REVISION_HEADER: ", ".join(
-                sorted({receipt.revision or self.revision for receipt in receipts})
-            ),
+            DEVICE_HEADER: f"{used_s * 1000:.3f}",
+            REVISION_HEADER: ", ".join(sorted(revisions)),
             COST_HEADER: plain(self.cost_usd),
         }
 
@@ -360,17 +362,14 @@ class ItemCompletion(msgspec.Struct, frozen=True):
     """
 
 
-def _new_future() -> asyncio.Future[ItemCompletion | None]:
-    return asyncio.get_running_loop().create_future()
-
-
 @dataclass(slots=True, eq=False)
 class InFlightItem:
     """One item being computed, as requested by its leader."""
 
     item: Item
-    completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
-    """A result of None means the item was abandoned."""
+    is_ended: bool = False
+    completion: ItemCompletion | None = None
+    """Set when the item ends. If it is then None, the item was abandoned."""
     waiters: int = 0
     """Number of request items waiting for this item."""
     job: InFlightJob | None = None
@@ -380,6 +379,28 @@ class InFlightItem:
     """
     is_taken_over: bool = False
     """True if a request other than the leader's request pays for the item."""
+    _waiting: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def end(self, completion: ItemCompletion | None) -> None:
+        """Completes or abandons the item, and wakes the requests that wait for it."""
+        if self.is_ended:
+            return
+        self.is_ended, self.completion = True, completion
+        for woken in self._waiting:
+            if not woken.done():
+                woken.set_result(None)
+
+    async def wait(self, until_s: float) -> None:
+        """Waits for the item to end, at most until `until_s` on the event loop's clock."""
+        loop = asyncio.get_running_loop()
+        woken: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_at(until_s, _wake, woken)  # faster than asyncio.timeout
+        self._waiting.append(woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            self._waiting.remove(woken)
 
     @property
     def owed(self) -> Owed | None:
@@ -387,11 +408,15 @@ class InFlightItem:
 
         None if there is no result or if a caller pays for it.
         """
-        completion = self.completed.result() if self.completed.done() else None
-        if self.waiters or not self.is_unpaid or completion is None:
+        if self.waiters or not self.is_unpaid or self.completion is None:
             return None
-        outcome = completion.outcome
+        outcome = self.completion.outcome
         return None if outcome.result is None else compute_owed(outcome.receipt)
+
+
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
 
 
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
@@ -433,7 +458,7 @@ class SingleFlight:
         """Removes one waiter. Cancels the job once none of its items has a waiter."""
         in_flight.waiters -= 1
         job = in_flight.job
-        if in_flight.waiters or in_flight.completed.done() or job is None:
+        if in_flight.waiters or in_flight.is_ended or job is None:
             return
         if job.task and not any(other.waiters for other in job.items):
             job.task.cancel()
@@ -446,8 +471,7 @@ class SingleFlight:
         key = in_flight.item.cache_key
         if key and self._by_key.get(key) is in_flight:
             del self._by_key[key]
-        if not in_flight.completed.done():
-            in_flight.completed.set_result(completion)
+        in_flight.end(completion)
 
 
 class RequestState:
@@ -501,7 +525,7 @@ class RequestState:
 
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
         """Records an item's completion. Leaves the item pending if another attempt may help."""
-        completion = in_flight.completed.result() if in_flight.completed.done() else None
+        completion = in_flight.completion
         if is_leader:
             self._led[index] = in_flight
         is_final = completion is not None and (is_leader or not _is_of_leader(completion.outcome))
@@ -566,15 +590,17 @@ class RequestState:
             on_end: called once it is known whether the caller received them.
             error: the reason the request ended with items still pending.
         """
-        completions = [completion for completion in self.completions if completion is not None]
-        waits_ms = [
-            (completion.outcome.receipt.pulled_at_s - completion.queued_at_s) * 1000
-            for completion in completions
-            if completion.queued_at_s and completion.outcome.receipt.pulled_at_s
-        ]
+        outcomes, waited_s = list[ItemOutcome](), 0.0
+        for completion in self.completions:
+            if completion is None:
+                continue
+            outcomes.append(completion.outcome)
+            pulled_at_s = completion.outcome.receipt.pulled_at_s
+            if completion.queued_at_s and pulled_at_s:
+                waited_s = max(waited_s, pulled_at_s - completion.queued_at_s)
         return InferenceResponse(
-            [completion.outcome for completion in completions],
-            max(0.0, *waits_ms, 0.0),
+            outcomes,
+            waited_s * 1000,
             self.request.price,
             self.request.model.revision,
             error,

@@ -77,15 +77,20 @@ def inject(endpoint: Endpoint) -> Endpoint:
     """
     hints = get_type_hints(endpoint, include_extras=True)
     signature = inspect.signature(endpoint)
+    services = {
+        name: field
+        for name in signature.parameters
+        if (field := _service_field(hints[name])) is not None
+    }
     providers = {
         name: provider
         for name in signature.parameters
-        if (provider := _provider_of(hints[name])) is not None
+        if name not in services and (provider := _provider_of(hints[name])) is not None
     }
     others = [
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in signature.parameters.items()
-        if name not in providers and hints[name] is not Request
+        if name not in providers | services and hints[name] is not Request
     ]
     takes_request = [name for name in signature.parameters if hints[name] is Request]
 
@@ -95,6 +100,9 @@ def inject(endpoint: Endpoint) -> Endpoint:
             values[name] = request
         for name, provide in providers.items():
             values[name] = provide(request)
+        dependencies = dependencies_of(request)
+        for name, field in services.items():
+            values[name] = getattr(dependencies, field)
         return await endpoint(**values)
 
     first = inspect.Parameter(
@@ -124,11 +132,14 @@ def _provider_of(kind: Any) -> Provider | None:
         return open_call
     if kind in _injectable:
         return _composer_of(kind)
-    names = [name for name, type_ in get_type_hints(Dependencies).items() if type_ is kind]
-    if not names:
-        return None
-    (name,) = names
-    return lambda request: getattr(dependencies_of(request), name)
+    field = _service_field(kind)
+    return None if field is None else lambda request: getattr(dependencies_of(request), field)
+
+
+def _service_field(kind: Any) -> str | None:
+    """Returns the field of `Dependencies` that has this type."""
+    fields = [name for name, type_ in get_type_hints(Dependencies).items() if type_ is kind]
+    return fields[0] if fields else None
 
 
 def _composer_of(kind: type) -> Provider:

@@ -301,7 +301,9 @@ class ResultCache(RedisStore):
         while the breaker is open. Other callers share the results, so they must not be modified.
         """
         keys = list(dict.fromkeys(keys))
-        while marking := {self._mark_tasks[key] for key in keys if key in self._mark_tasks}:
+        while self._mark_tasks and (
+            marking := {self._mark_tasks[key] for key in keys if key in self._mark_tasks}
+        ):
             await asyncio.wait(marking)
         hits = self._in_memory(keys)
         if missing := [key for key in keys if key not in hits]:

@@ -177,14 +177,15 @@ class Batcher(Generic[Sent, Got]):
             entries.extend(call.entries)
         try:
             answers = await self._ask(entries) if entries else None
-            start = 0
-            for call in calls:
-                end = start + len(call.entries)
-                call.answer(None if answers is None else answers[start:end])
-                start = end
-        finally:  # also if this is canceled, because nothing else would end the calls
+        except BaseException:  # this was canceled, and nothing else would end the calls
             for call in calls:
                 call.answer(None)
+            raise
+        start = 0
+        for call in calls:
+            end = start + len(call.entries)
+            call.answer(None if answers is None else answers[start:end])
+            start = end
 
     async def _ask(self, entries: list[Sent]) -> list[Got] | None:
         error: Exception | None = None

@@ -313,7 +313,9 @@ class PubSubTransport:
         See shared.broker.transport.Publisher and PublishQueue.
         """
         message = PubsubMessage(data=data, ordering_key=ordering_key)
-        message.attributes.update(attributes)  # takes less time than passing them to the class
+        carried = message.attributes
+        for name, value in attributes.items():  # faster than passing them to the class
+            carried[name] = value
         return await self._publishing.publish(
             topic_path(self._project, topic_id), message, timeout_s
         )
