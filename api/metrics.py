@@ -48,7 +48,20 @@ REQUEST_SECONDS = Histogram(
     buckets=_SECONDS,
 )
 ERRORS = Counter("penstock_api_errors_total", "Error answers.", ["route", "status", "code"])
-REQUESTS_OPEN = Gauge("penstock_api_requests_open", "HTTP requests being answered.")
+
+
+class Level:
+    """A gauge that changes with every request and is read when it is scraped.
+
+    `Gauge.inc` takes ten times as long as an addition.
+    """
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.value = 0
+        gauge.set_function(lambda: self.value)
+
+
+REQUESTS_OPEN = Level(Gauge("penstock_api_requests_open", "HTTP requests being answered."))
 ITEMS = Counter(
     "penstock_api_items_total",
     "Items answered, by cache level and status.",

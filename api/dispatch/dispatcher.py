@@ -232,24 +232,22 @@ class Dispatcher:
         led = [in_flight for _, in_flight, is_leader in coalesced if is_leader]
         try:
             await self._start(state, led)
-            limit_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
-            until_s = asyncio.get_running_loop().time() + limit_s
-            for _, in_flight, _ in coalesced:
-                if not in_flight.is_ended:  # a job's items end together
-                    await in_flight.wait(until_s)
-                if not in_flight.is_ended:
-                    break
+            items = [in_flight for _, in_flight, _ in coalesced]
+            await _wait_for_items(state, items, LATE_LOOK_S if led else 0.0)
             for index, in_flight, is_leader in coalesced:
                 state.settle(index, in_flight, is_leader=is_leader)
         finally:
             for in_flight in led:
                 if in_flight.job is None:  # not started, so the coalesced requests have to start it
                     self._single_flight.complete(in_flight, None)
+            unpaid = list[InFlightItem]()
             for index, in_flight, is_leader in coalesced:
                 if is_leader and not state.has_result(index):
                     in_flight.is_unpaid = True
                 self._single_flight.leave(in_flight)
-            self._mark_abandoned(state.request, [in_flight for _, in_flight, _ in coalesced])
+                if in_flight.is_unpaid:
+                    unpaid.append(in_flight)
+            self._mark_abandoned(state.request, unpaid)
 
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
         """Completes cache hits and starts jobs for the remaining items."""
@@ -257,13 +255,14 @@ class Dispatcher:
         missing = await self._complete_cache_hits(led) if request.options.cache_read else led
         if not missing:
             return
-        if state.remaining_s() <= 0:
+        remaining_s = state.remaining_s()
+        if remaining_s <= 0:
             for in_flight in missing:
                 late = failure(in_flight.item.index, request.too_late())
                 self._single_flight.complete(in_flight, ItemCompletion(late, by_worker=False))
             return
         demand = request.demand(len(missing))
-        self._admission.admit(demand, remaining_s=state.remaining_s())
+        self._admission.admit(demand, remaining_s=remaining_s)
         for part in split_into_jobs(request.model, [in_flight.item for in_flight in missing]):
             items = missing[part]
             is_all = len(items) == len(missing)
@@ -437,7 +436,7 @@ class Dispatcher:
 
     def _mark_abandoned(self, request: InferenceRequest, items: Sequence[InFlightItem]) -> None:
         """Marks results as unpaid once all callers who would have paid for them have left."""
-        if not any([in_flight.is_unpaid for in_flight in items]):
+        if not items:
             return
         owed = {
             in_flight.item.cache_key: in_flight.owed
@@ -451,17 +450,21 @@ class Dispatcher:
 
     def _release(self, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]) -> None:
         """Releases a finished job's items from admission and updates the service rate."""
-        ended = [outcome for outcome in outcomes if outcome is not None]
-        # Workers drop expired items quickly, so their times do not reflect the service rate.
-        receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]
+        is_answered, was_late, took_ms = False, False, 0.0
+        for outcome in outcomes:
+            if outcome is None:
+                continue
+            if outcome.status == "expired":
+                # Workers drop these quickly, so their times do not reflect the service rate.
+                was_late = True
+                continue
+            is_answered |= bool(outcome.receipt.pulled_at_s)
+            took_ms = max(took_ms, outcome.receipt.inference_ms or 0.0)
         self._admission.release(
             job.demand,
-            answered=any(receipt.pulled_at_s for receipt in receipts),
-            was_late=len(receipts) < len(ended),
-            took_s=max(
-                (receipt.inference_ms / 1000 for receipt in receipts if receipt.inference_ms),
-                default=None,
-            ),
+            answered=is_answered,
+            was_late=was_late,
+            took_s=took_ms / 1000 if took_ms else None,
         )
 
     def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
@@ -502,3 +505,17 @@ def _count_items(state: RequestState) -> None:
         metrics.of_items(request.model.name, cache, status).inc(count)
         if counts_toward_slo:
             slo.count_ended(request.model.public_name, status, count)
+
+
+async def _wait_for_items(
+    state: RequestState, items: Sequence[InFlightItem], late_s: float
+) -> None:
+    """Waits for all items to end, until `late_s` after the deadline.
+
+    A job's items end together, so this wakes up once per job.
+    """
+    for in_flight in items:
+        if not in_flight.is_ended:
+            await in_flight.wait(state.remaining_s() + late_s)
+        if not in_flight.is_ended:
+            return

@@ -36,7 +36,7 @@ import heapq
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
@@ -357,13 +357,13 @@ class PublishWindow:
         self.of: dict[Key, ModelWindow] = {}
         """Windows, keyed by model and priority, created on first use."""
 
-    async def take(self, demand: Demand, until_s: float) -> None:
+    def take(self, demand: Demand, until_s: float) -> Awaitable[None]:
         """Takes a permit to publish one job, waiting until `until_s` at the latest.
 
         Raises:
             DeadlineExceeded: `until_s` (Unix seconds) has passed. No permit was taken.
         """
-        await self.of_demand(demand).take(demand, until_s)
+        return self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
         """Returns one job's permit.

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from types import TracebackType
 from typing import Self
 
@@ -38,7 +39,7 @@ from shared.money.amounts import plain
 from shared.money.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 from shared.money.slo import counts_toward_slo
 from shared.predictions import Prediction
-from shared.stores.cache import Hit, Owed, cache_key, compute_owed
+from shared.stores.cache import Hit, Owed, cache_keys, compute_owed
 
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
@@ -163,13 +164,15 @@ class InferenceRequest(msgspec.Struct, frozen=True):
             BadInput: an input has no canonical form.
         """
         is_kept = self.is_repeatable and self.options.cache_write and self.model.cache.ttl_s > 0
+        keys: Iterable[str | None] = (
+            cache_keys(self.model, self.inputs, self.facts.tenant, self.purges)
+            if is_kept
+            else repeat(None, len(self.inputs))
+        )
         return [
-            Item(index, task_input, self._cache_key(task_input) if is_kept else None)
-            for index, task_input in enumerate(self.inputs)
+            Item(index, task_input, key)
+            for index, (task_input, key) in enumerate(zip(self.inputs, keys, strict=True))
         ]
-
-    def _cache_key(self, item: Input) -> str:
-        return cache_key(self.model, item, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
         """Returns the demand that this many of the request's items put on the workers."""
@@ -390,11 +393,11 @@ class InFlightItem:
             if not woken.done():
                 woken.set_result(None)
 
-    async def wait(self, until_s: float) -> None:
-        """Waits for the item to end, at most until `until_s` on the event loop's clock."""
+    async def wait(self, limit_s: float) -> None:
+        """Waits for the item to end, at most `limit_s`."""
         loop = asyncio.get_running_loop()
         woken: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_at(until_s, _wake, woken)  # faster than asyncio.timeout
+        timer = loop.call_later(limit_s, _wake, woken)  # faster than asyncio.timeout
         self._waiting.append(woken)
         try:
             await woken

@@ -249,7 +249,7 @@ class ContextMiddleware:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._bodies)
-        metrics.REQUESTS_OPEN.inc()
+        metrics.REQUESTS_OPEN.value += 1
         try:
             # Done before the route runs, because none of this depends on the caller.
             await scope["app"].state.dependencies.access.meet(scope["headers"])
@@ -258,7 +258,7 @@ class ContextMiddleware:
             await exchange.answer_unexpected(error)
         finally:
             exchange.end()
-            metrics.REQUESTS_OPEN.dec()
+            metrics.REQUESTS_OPEN.value -= 1
 
 
 class _Exchange:

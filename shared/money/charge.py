@@ -209,12 +209,10 @@ def list_price_usd(
     differently. `work` is the items' weight as returned by a custom class.
     """
     usual_usd, micro_usd = price.per_million_tokens_usd, 0.0
-    for count, special_usd in (
-        (output_tokens or 0, price.per_million_output_tokens_usd),
-        (cached_tokens or 0, price.per_million_cached_tokens_usd),
-    ):
-        if special_usd is not None:
-            micro_usd += count * (special_usd - usual_usd)
+    if output_tokens and price.per_million_output_tokens_usd is not None:
+        micro_usd += output_tokens * (price.per_million_output_tokens_usd - usual_usd)
+    if cached_tokens and price.per_million_cached_tokens_usd is not None:
+        micro_usd += cached_tokens * (price.per_million_cached_tokens_usd - usual_usd)
     micro_usd += (tokens or 0) * usual_usd
     micro_usd += (pixel_steps or 0) * price.per_million_pixel_steps_usd
     item_usd = items * price.per_item_usd + (work or 0) * price.per_work_usd

@@ -15,11 +15,11 @@ for. Releases that don't support marks charge for such a hit like any other.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
@@ -139,9 +139,15 @@ def _unwrap(answer: object) -> object:
 
 
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
-    """Returns the key for the result of `input` on `model`: 256-bit BLAKE2b (RFC 7693) in hex.
+    """Returns the key for the result of `input` on `model`. See `cache_keys`."""
+    (key,) = cache_keys(model, [input], tenant, purges)
+    return key
 
-    The key covers everything that affects the output: the model's name, revision, source,
+
+def cache_keys(model: Model, inputs: Iterable[Input], tenant: str, purges: int = 0) -> list[str]:
+    """Returns the keys for the results of `inputs` on `model`: 256-bit BLAKE2b (RFC 7693) in hex.
+
+    A key covers everything that affects the output: the model's name, revision, source,
     precision, tolerance, width, and shortcuts, and all fields of the input. A source image is
     identified by the digest of its data, or by its object_key if the digest is unknown. Therefore,
     compute the key before moving the data to the object store.
@@ -168,14 +174,21 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
         model.dimensions,
         *model.image.shortcuts,
     )
-    parts = (KEY_SCHEME, owner, which, input.cache_form())
+    # The array (KEY_SCHEME, owner, which, form), or with `purges` at its end. In MessagePack, a
+    # short array is one byte with its length, and then its elements.
+    encode = msgspec.msgpack.encode
+    array = b"\x95" if purges else b"\x94"
+    before = array + encode(KEY_SCHEME) + encode(owner) + encode(which)
+    after = encode(purges) if purges else b""
     try:
-        canonical = msgspec.msgpack.encode((*parts, purges) if purges else parts)
+        return [
+            blake2b(before + encode(input.cache_form()) + after, digest_size=32).hexdigest()
+            for input in inputs
+        ]
     except UnicodeEncodeError as error:
         raise BadInput(
             "the text must be valid Unicode without lone surrogates", field="input"
         ) from error
-    return hashlib.blake2b(canonical, digest_size=32).hexdigest()
 
 
 class CacheEntry(msgspec.Struct, array_like=True):
@@ -526,7 +539,8 @@ class _Memory:
         return cached
 
     def put(self, key: str, entry: _Kept) -> None:
-        self._drop(key)
+        if key in self._entries:
+            self._drop(key)
         size_bytes = entry.value_bytes + MEMORY_OVERHEAD_BYTES
         if size_bytes > self._limit_bytes:
             return

@@ -253,7 +253,10 @@ class _PacksInC:
         """
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
-        if not any(isinstance(word, bytes) and len(word) > COPIED_BYTES for word in words):
+        has_bytes = bytes in map(type, words)
+        if not (
+            has_bytes and any(type(word) is bytes and len(word) > COPIED_BYTES for word in words)
+        ):
             return [_pack(words)]
         packed = [b"*%d\r\n" % len(words)]
         for word in words:
