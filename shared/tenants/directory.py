@@ -25,7 +25,7 @@ from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from shared.errors import ConfigurationError
+from shared.errors import MALFORMED, ConfigurationError
 from shared.tenants.api_key import ID_PATTERN, SALT_BYTES, ApiKey, hash_of
 from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan, Rates
 
@@ -299,7 +299,7 @@ def decode_document(data: bytes, source: str) -> Document:
         steps = _STEP.finditer(field_path.partition("[...]")[0])
         line = line_of(data, tuple(int(step[2]) if step[2] else step[1] for step in steps))
         raise _wrong(source, line, field_path.lstrip("."), reason) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         byte = _BYTE.search(str(error))
         line = data.count(b"\n", 0, int(byte[1])) + 1 if byte else 1
         raise _wrong(source, line, "", f"not JSON: {error}") from error

@@ -205,6 +205,9 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
             return web.json_response({"error": {"code": "overloaded"}}, status=429)
         if body["input"] == "gateway":
             return web.Response(text="<html>", status=502, headers={FOREIGN: "1"})
+        if body["input"] == "noise":
+            noise = b'{"error": {"code": "\xff"}}'
+            return web.Response(body=noise, status=500, content_type="application/json")
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -212,16 +215,18 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
         text(0, input="refuse"),
         text(0, input="gateway"),
         text(0, input="hang up", cancel_after_s=0.01),
+        text(0, input="noise"),
     ]
-    async with serving(misbehave) as api:
+    async with asyncio.timeout(WAIT_LIMIT_S), serving(misbehave) as api:
         ledger, tally = await replayed(tmp_path / "ledger", Target(api.url), arrivals)
     endings = {line.id[-1]: (line.ending, line.status, line.code) for line in ledger.lines}
     assert endings == {
         "0": ("answered", 429, "overloaded"),
         "1": ("foreign", 502, ""),
         "2": ("canceled", 0, ""),
+        "3": ("answered", 500, ""),
     }
-    assert set(tally.by_outcome) == {"429 overloaded", "502 from a proxy", "canceled"}
+    assert set(tally.by_outcome) == {"429 overloaded", "502 from a proxy", "canceled", "500"}
     assert all(line.cost_usd is None for line in ledger.lines)
 
 

@@ -68,13 +68,25 @@ def test_csv_is_read_with_its_types_and_in_order(tmp_path: Path) -> None:
         ('{"at_s": 1}\n[]\n', "line 2: "),
         ('{"at_s": "nan"}\n', "line 1: "),
         ('{"at_s": 1e999}\n', "line 1: at_s must be a number of seconds"),
+        ('{"at_s": 1, "deadline_s": 1e999}\n', "line 1: deadline_s must be a number of seconds"),
+        ('{"at_s": 1, "cancel_after_s": "inf"}\n', "line 1: cancel_after_s must be a number"),
+        ("[" * 5000, "line 1: "),
     ],
+    ids=lambda text: text[:40],
 )
 def test_wrong_lines_are_named(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=rf"trace\.jsonl: {reason}"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("at_s", ["nan", "inf", "-1", "soon"])
+def test_times_are_seconds_from_the_start(tmp_path: Path, at_s: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"at_s\n1\n{at_s}\n")
+    with pytest.raises(ConfigurationError, match="every line must have a number at_s"):
+        read_times(path)
 
 
 def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:

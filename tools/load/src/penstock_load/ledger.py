@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from penstock_load.exchange import CANCELED, LOST, UNANSWERED, UNCONNECTED
-from shared.errors import ConfigurationError
+from shared.errors import MALFORMED, ConfigurationError
 
 Ending = Literal["answered", "foreign", "lost", "unanswered", "unconnected", "canceled"]
 ENDINGS: dict[int, Ending] = {
@@ -162,7 +162,7 @@ def read_ledger(path: Path) -> Ledger:
         head = msgspec.json.decode(first, type=LedgerHead)
         for line in others:
             lines.append(decoder.decode(line))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except MALFORMED as error:
         raise ConfigurationError(
             f"{path}: not a ledger, or line {len(lines) + 2} is corrupt: {error}",
             field="check",

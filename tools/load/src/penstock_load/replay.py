@@ -21,7 +21,7 @@ from penstock_load.pool import ConnectionPool
 from penstock_load.tally import ReplayProgress, Tally
 from penstock_load.target import Target
 from penstock_load.trace import Arrival
-from shared.errors import ConfigurationError, Unavailable
+from shared.errors import MALFORMED, ConfigurationError, Unavailable
 
 ANSWER_LIMIT_S = 330.0
 """Time limit for responses after the last request is sent. It is longer than any model's longest
@@ -314,7 +314,7 @@ class Replay:
             return None
         try:
             return self._run_decoder.decode(body)
-        except msgspec.DecodeError:
+        except MALFORMED:
             return None
 
     def _line(self, exchange: Exchange, open_exchange: _Open, body: bytes) -> LedgerLine:
@@ -353,7 +353,7 @@ class Replay:
     def _read(self, body: bytes) -> _Answer:
         try:
             return self._decoder.decode(body)
-        except msgspec.DecodeError:
+        except MALFORMED:
             return _Answer()  # for example from a proxy
 
     async def _wait_for_answers(self) -> None:

@@ -150,8 +150,7 @@ def open_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
     Raises:
         Unavailable: no credentials were found.
     """
-    with (
-        translate_errors(),
-        closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
-    ):
+    with translate_errors():
+        client = open_client(settings.project, settings.bigquery_endpoint)
+    with closing(client):
         yield LoadRows(client, settings.dataset, most_bytes)

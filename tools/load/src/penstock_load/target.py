@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock_load.pool import Server
-from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.errors import MALFORMED, BadInput, ConfigurationError, Unavailable
 from shared.tenants.api_key import parse_key
 
 USER_AGENT = "penstock-load"
@@ -105,7 +105,7 @@ class Target:
                 raise Unavailable(
                     f"{self.url}/v1/models returned {error.code}; check the key"
                 ) from error
-        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        except (OSError, http.client.HTTPException, *MALFORMED) as error:
             raise Unavailable(f"{self.url}/v1/models: {error}") from error
         return {name: model for model in listed for name in (model.id, *model.aliases)}
 

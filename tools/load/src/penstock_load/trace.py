@@ -64,8 +64,9 @@ def read_trace(path: Path) -> list[Arrival]:
             arrival = msgspec.convert(line, Arrival, strict=False)
         except msgspec.ValidationError as error:
             raise _wrong(path, number, str(error).replace(" - at `$.", " in `")) from error
-        if not math.isfinite(arrival.at_s):
-            raise _wrong(path, number, "at_s must be a number of seconds")
+        for name in ("at_s", "deadline_s", "cancel_after_s"):
+            if not math.isfinite(getattr(arrival, name) or 0.0):
+                raise _wrong(path, number, f"{name} must be a number of seconds")
         arrivals.append(arrival)
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
@@ -74,14 +75,22 @@ def read_times(path: Path) -> list[float]:
     """Reads the times in a trace, in order, as seconds from its start.
 
     Raises:
-        ConfigurationError: the file can't be read, or a line does not have a numeric `at_s`.
+        ConfigurationError: the file can't be read, or a line does not have a numeric `at_s` of at
+            least 0.
     """
     try:
-        return sorted(float(line["at_s"]) for _, line in _read_numbered(path))
+        return sorted(_as_seconds(line["at_s"]) for _, line in _read_numbered(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: every line must have a number at_s ({error})", field=FIELD
         ) from error
+
+
+def _as_seconds(value: Any) -> float:
+    seconds = float(value)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError(f"got {value}")
+    return seconds
 
 
 def write_trace(path: Path, arrivals: Sequence[Arrival]) -> None:
@@ -113,7 +122,7 @@ def _read_numbered(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}", field=FIELD) from error
-    except (ValueError, csv.Error) as error:
+    except (ValueError, RecursionError, csv.Error) as error:
         raise _wrong(path, number, str(error)) from error
 
 
