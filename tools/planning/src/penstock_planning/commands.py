@@ -169,8 +169,8 @@ def simulate(
         models_file=models,
         profiles=_profiles(profile),
     )
+    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))
     if page is not None:
         from penstock_planning.simulation.page import write_page
 
         write_page(result, page)
-    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else text(result))

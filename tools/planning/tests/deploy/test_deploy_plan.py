@@ -340,6 +340,7 @@ def test_wrong_words_are_refused_with_the_reason(
             "regions.europe-west4.maxgpus: unknown field; accepted here: drained, index, max_gpus",
         ),
         ({"batches": {"memory": "much"}}, "batches.memory: String should match"),
+        ({"batches": {"memory": "1.2.3Gi"}}, "batches.memory: String should match"),
     ],
 )
 def test_wrong_variables_are_refused_with_field_and_reason(

@@ -66,6 +66,18 @@ def series() -> TimeSeries:
         ("avg_over_time(sum(rate(counter_total[1m]))[5m:30s])", {(): pytest.approx(0.8)}),
         ("gauge unless gauge > 4", {(("location", "here"),): 3.0}),
         ("time()", NOW_S),
+        ("ceil(sum(gauge) / 0)", {(): math.inf}),
+        ("floor(-sum(gauge) / 0)", {(): -math.inf}),
+        ("7 % 0", pytest.approx(math.nan, nan_ok=True)),
+        ("(1 / 0) % 2", pytest.approx(math.nan, nan_ok=True)),
+        ("-7 % 4", -3.0),
+        ("0 ^ -1", math.inf),
+        ("10 ^ 400", math.inf),
+        ("(-8) ^ 0.5", pytest.approx(math.nan, nan_ok=True)),
+        ("max((gauge - 3) / (gauge - 3))", {(): 1.0}),
+        ("min((gauge - 3) / (gauge - 3))", {(): 1.0}),
+        ("max((gauge - 5) / (gauge - 5))", {(): 1.0}),
+        ("clamp_min(vector(0 / 0), 4)", {(): pytest.approx(math.nan, nan_ok=True)}),
     ],
 )
 def test_value(series: TimeSeries, query: str, value: object) -> None:

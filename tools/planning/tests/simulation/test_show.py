@@ -58,6 +58,14 @@ def test_command_writes_json_and_a_page(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
+def test_command_prints_the_result_if_the_page_can_not_be_written(tmp_path: Path) -> None:
+    words = ["simulate", "sd-constant", "--set", "duration_s=60", "--set", "settle_s=0"]
+    done = CliRunner().invoke(app, [*words, "--json", "--html", str(tmp_path / "no" / "page.html")])
+    assert done.exit_code == 1
+    assert "page.html: No such file or directory" in done.output
+    assert '"models"' in done.output
+
+
 def test_command_names_a_wrong_field() -> None:
     done = CliRunner().invoke(app, ["simulate", "sd-constant", "--set", "seed=many"])
     assert done.exit_code == 1

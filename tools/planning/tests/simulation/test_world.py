@@ -215,6 +215,35 @@ def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
     assert [sample.replicas for sample in killed.recorder.samples][-1] == 1
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_autoscaler_keeps_what_an_operator_sets(count: int) -> None:
+    event = {"kind": "set_replicas", "at_s": 100, "model": "model", "count": count}
+    result = simulate(
+        scenario(
+            entry={"replicas": {"min": 0, "max": 5}},
+            load={
+                "arrivals": [{"kind": "constant", "per_s": 0.0 if count else 1.0}],
+                "start_replicas": 2,
+            },
+            events=[event],
+            duration_s=3600,
+        )
+    )
+    assert {sample.replicas for sample in result.recorder.samples if sample.at_s > 120} == {count}
+
+
+def test_killing_down_to_more_than_there_are_kills_none() -> None:
+    event = {"kind": "set_replicas", "at_s": 100, "model": "model", "count": 3, "is_kill": True}
+    result = simulate(
+        scenario(
+            entry={"replicas": {"min": 4, "max": 4}},
+            load={"start_replicas": 4},
+            events=[event, event | {"at_s": 200, "count": 5}],
+        )
+    )
+    assert result.summary.workers_lost == {"killed": 1}
+
+
 def fast_and_far(round_trip_s: float, **broker: object) -> Scenario:
     """Returns a scenario with one overloaded worker, far from its broker."""
     return scenario(

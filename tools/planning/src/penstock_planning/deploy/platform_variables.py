@@ -28,7 +28,7 @@ MAX_REGIONS = 16
 INBOX_STRIDE = 1000
 """A region's inboxes are numbered starting at this value times the region's index, as in Terraform.
 """
-MEMORY = r"^[0-9.]+(Gi|Mi)$"
+MEMORY = r"^[0-9]+(\.[0-9]+)?(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
 """The API's old and new revisions lease inboxes at the same time."""
 _TERRAFORM = Path(infra.__file__).parent / "terraform"

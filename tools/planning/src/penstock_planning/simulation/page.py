@@ -15,6 +15,7 @@ from plotly.subplots import make_subplots
 
 from penstock_planning.simulation.result import HOUR_S, SimulationResult
 from penstock_planning.simulation.show import rows_of_gpus, rows_of_models
+from shared.errors import ConfigurationError
 
 BUCKETS = 240
 """Intervals in plots of percentiles and rates over time."""
@@ -39,8 +40,15 @@ Column = NDArray[np.float64]
 
 
 def write_page(result: SimulationResult, path: Path) -> None:
-    """Writes the page. The page contains a copy of plotly.js, about 5 MB."""
-    path.write_text(page(result), encoding="utf-8")
+    """Writes the page. The page contains a copy of plotly.js, about 5 MB.
+
+    Raises:
+        ConfigurationError: the file can't be written.
+    """
+    try:
+        path.write_text(page(result), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", field="html") from error
 
 
 def page(result: SimulationResult) -> str:

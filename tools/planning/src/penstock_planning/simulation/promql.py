@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import promql_parser as parser
 
 from penstock_planning.simulation.timeseries import (
@@ -31,13 +32,33 @@ from shared.errors import ConfigurationError
 Vector = dict[Labels, float]
 Value = float | Vector
 
+
+def _as_in_go(function: np.ufunc) -> Callable[..., float]:
+    """Returns the function with infinities and NaN where Python raises errors."""
+
+    def compute(*values: float) -> float:
+        with np.errstate(all="ignore"):
+            return float(function(*map(float, values)))
+
+    return compute
+
+
+def _largest(values: list[float]) -> float:
+    """Returns the maximum. Prometheus ignores NaN, unless there is nothing else."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
+
+
+def _smallest(values: list[float]) -> float:
+    return min((value for value in values if not math.isnan(value)), default=math.nan)
+
+
 ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
     "/": lambda left, right: left / right if right else _divide_by_zero(left),
-    "%": math.fmod,
-    "^": operator.pow,
+    "%": _as_in_go(np.fmod),
+    "^": _as_in_go(np.power),
 }
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -49,25 +70,25 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {
     "sum": sum,
-    "max": max,
-    "min": min,
+    "max": _largest,
+    "min": _smallest,
     "avg": lambda values: sum(values) / len(values),
     "count": lambda values: float(len(values)),
 }
 OVER_TIME: dict[str, Callable[[list[float]], float]] = {
     "avg_over_time": lambda values: sum(values) / len(values),
-    "max_over_time": max,
-    "min_over_time": min,
+    "max_over_time": _largest,
+    "min_over_time": _smallest,
     "sum_over_time": sum,
     "count_over_time": lambda values: float(len(values)),
     "last_over_time": lambda values: values[-1],
 }
 OF_EACH: dict[str, Callable[..., float]] = {
-    "ceil": math.ceil,
-    "floor": math.floor,
+    "ceil": _as_in_go(np.ceil),
+    "floor": _as_in_go(np.floor),
     "abs": abs,
-    "clamp_min": max,
-    "clamp_max": min,
+    "clamp_min": _as_in_go(np.maximum),
+    "clamp_max": _as_in_go(np.minimum),
     "clamp": lambda value, least, most: min(max(value, least), most),
 }
 

@@ -188,9 +188,8 @@ class SimulatedDeployment:
 
     def kill_down_to(self, count: int) -> None:
         """Kills the oldest serving pods until `count` are left."""
-        for worker in [serving for serving in self.workers if serving.is_serving][
-            : len(self.workers) - count
-        ]:
+        surplus = max(0, len(self.workers) - count)
+        for worker in [serving for serving in self.workers if serving.is_serving][:surplus]:
             self.workers.remove(worker)
             self._recorder.lost_workers["killed"] += 1
             self.service.lose(worker)
@@ -275,6 +274,12 @@ class Autoscaler:
         self.is_endpoint_up = True
         """True if the queries return anything at all."""
 
+    def restart(self, rules: AutoscalerRules) -> Autoscaler:
+        """Returns an autoscaler for the same metrics that remembers no earlier readings."""
+        restarted = Autoscaler(rules, self.series)
+        restarted.is_endpoint_up = self.is_endpoint_up
+        return restarted
+
     @property
     def looks_back_s(self) -> float:
         """Returns how far back its queries look, in seconds."""
@@ -294,7 +299,8 @@ class Autoscaler:
         least = self.rules.minReplicaCount
         if is_active:
             self._active_s = now_s
-            return max(1, least) if replicas == 0 else replicas
+            # An operator may have set the maximum to 0.
+            return min(max(1, least), self.rules.maxReplicaCount) if replicas == 0 else replicas
         fallback = self.rules.fallback
         if is_error and (fallback is None or fallback.replicas):
             return replicas

@@ -271,7 +271,7 @@ def _set_replicas(event: SetReplicas, parts: Parts) -> None:
             old = parts.autoscalers[key]
             bounds = {"minReplicaCount": event.count, "maxReplicaCount": event.count}
             rules = old.rules.model_copy(update=bounds)
-            parts.autoscalers[key] = Autoscaler(rules, old.series)
+            parts.autoscalers[key] = old.restart(rules)
             if event.is_kill:
                 replicas.kill_down_to(event.count)
             replicas.set(event.count)
@@ -334,7 +334,7 @@ def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Ste
         parts.sites[key].is_lost = False
     for key in of_workers:
         old = parts.autoscalers[key]
-        parts.autoscalers[key] = Autoscaler(old.rules, old.series)
+        parts.autoscalers[key] = old.restart(old.rules)
         parts.replicas[key].set(old.rules.minReplicaCount)
 
 
@@ -497,13 +497,12 @@ class World:
     # Processes
 
     def _poll(self, key: SiteKey) -> Steps:
-        autoscaler = self.parts.autoscalers[key]
-        period_s = autoscaler.rules.pollingInterval
+        period_s = self.parts.autoscalers[key].rules.pollingInterval
         yield self.env.timeout(self._chance.uniform(0, period_s))
         while True:
             replicas = self.parts.replicas[key]
             if not replicas.fleet.is_lost:
-                replicas.set(autoscaler.poll(self.env.now, replicas.wanted))
+                replicas.set(self.parts.autoscalers[key].poll(self.env.now, replicas.wanted))
             yield self.env.timeout(period_s)
 
     def _sync(self, key: SiteKey) -> Steps:
