@@ -237,7 +237,9 @@ def open_runner(
     Raises:
         Unavailable: there are no credentials.
     """
-    with translate_errors(), closing(open_client(project, endpoint)) as client:
+    with translate_errors():
+        client = open_client(project, endpoint)
+    with closing(client):
         yield ReportRunner(client, dataset, most_bytes, budgets_usd)
 
 

@@ -95,7 +95,7 @@ class ScheduledReports:
         self._terms = terms
 
     async def run(self, days: Sequence[BillingDay]) -> RunResult:
-        """Processes the days, oldest first.
+        """Processes the days, of which there is at least one, oldest first.
 
         Raises:
             Unavailable: BigQuery or the object store is unreachable, or time ran out. Results for
@@ -126,8 +126,8 @@ class ScheduledReports:
         return RunResult([day], None, new, [])
 
     async def _judge(self, day: BillingDay, until: datetime, steps: _Steps) -> int:
-        limit_s = steps.left_s(f"before the hours of {day.day} were judged")
         known = {_key(anomaly) for anomaly in await self._anomalies(day, steps)}
+        limit_s = steps.left_s(f"before the hours of {day.day} were judged")
         await asyncio.to_thread(self._tables.write_anomalies, day, until, limit_s)
         new = [
             anomaly for anomaly in await self._anomalies(day, steps) if _key(anomaly) not in known
@@ -182,10 +182,9 @@ def open_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
         Unavailable: there are no credentials.
     """
     objects = ObjectStore(settings.objects_url)
-    with (
-        translate_errors(),
-        closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
-    ):
+    with translate_errors():
+        client = open_client(settings.project, settings.bigquery_endpoint)
+    with closing(client):
         tables = DayTables(client, settings.dataset)
         runner = ReportRunner(client, settings.dataset)
         yield ScheduledReports(tables, runner, objects, terms=terms_of(settings))

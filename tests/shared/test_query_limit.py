@@ -10,7 +10,7 @@ from google.api_core.exceptions import BadRequest
 from google.cloud.bigquery import Client, QueryJobConfig
 
 from shared.errors import BadInput, Unavailable
-from shared.reports.runner import translate_errors
+from shared.reports.runner import open_runner, translate_errors
 from shared.usage.bigquery import open_client, run_query
 from tests.limits import WAIT_LIMIT_S
 
@@ -25,6 +25,11 @@ CROSS JOIN UNNEST(GENERATE_ARRAY(1, 1000000)) AS b
 def client(bigquery_endpoint: str) -> Iterator[Client]:
     with open_client(f"limit-{uuid4().hex[:8]}", bigquery_endpoint) as opened:
         yield opened
+
+
+def test_what_a_caller_does_with_a_runner_is_not_the_fault_of_bigquery() -> None:
+    with pytest.raises(TimeoutError, match="own"), open_runner("p", "d", "http://127.0.0.1:9"):
+        raise TimeoutError("own")
 
 
 def test_query_that_takes_too_long_is_ended_where_it_runs(client: Client) -> None:
