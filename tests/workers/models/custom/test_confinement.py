@@ -250,6 +250,82 @@ def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path, outside: P
     assert not (outside / "moved-by-a-class").exists()
 
 
+MOUNTS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from workers.models.custom.runner.confinement import confine
+scratch, folder, outside = sys.argv[2:5]
+if os.geteuid() == 0 and sys.argv[5] == "as nobody":
+    import ctypes
+    os.setgid(65534)
+    os.setuid(65534)
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as after the start of a program
+confine(scratch, [sys.prefix], folder=folder)
+with open("/proc/self/mountinfo", encoding="utf-8") as lines:
+    mounts = [line.split()[4] for line in lines]
+print([mount for mount in mounts if mount.startswith(f"{scratch}/") and mount != f"{scratch}/src"])
+try:
+    open(f"{outside}/told", "w").close()
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(not abi_version(), reason="this system has no Landlock")
+@pytest.mark.parametrize("user", ["as root", "as nobody"])
+@pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
+def test_only_the_view_is_mounted_below_the_scratch_folder(
+    outside: Path, parent: str, user: str
+) -> None:
+    """Everything below that folder may be changed, even the root folders of a copy mounted there.
+
+    The real root folders can't serve as a probe, so the mounts are listed instead.
+    """
+    with tempfile.TemporaryDirectory(dir=parent) as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o755)
+        scratch = folder / "scratch"
+        for place in (scratch, scratch / "src", folder / "class", outside):
+            place.mkdir(exist_ok=True)
+            place.chmod(0o777)
+        command = [sys.executable, "-c", MOUNTS, str(ROOT)]
+        command += [str(scratch), str(folder / "class"), str(outside), user]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]", "Permission denied"]
+
+
+LOWER = """
+import ctypes, os, sys
+sys.path.insert(0, sys.argv[1])
+from workers.models.custom.runner import confinement
+scratch, kept = sys.argv[2:4]
+confinement._enter_namespace()
+confinement._mount("none", "/", confinement._RECURSIVE | confinement._PRIVATE)
+confinement._mount("tmpfs", f"{kept}/lower", 0, kind="tmpfs")
+open(f"{kept}/lower/told", "w").close()
+confinement.confine(scratch, [sys.prefix, kept])
+for name in (f"{kept}/upper", f"{kept}/lower/told"):
+    try:
+        open(name, "w").close()
+        print("wrote", name)
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a folder for the test")
+def test_folders_mounted_below_a_kept_folder_are_read_only_too(below_tmp: Path) -> None:
+    scratch = below_tmp / "scratch"
+    weights = below_tmp / "weights"
+    for place in (scratch, weights / "lower"):
+        place.mkdir(parents=True)
+    command = [sys.executable, "-c", LOWER, str(ROOT), str(scratch), str(weights)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["Read-only file system"] * 2
+
+
 READS = """
 import one, two, three
 from near import four

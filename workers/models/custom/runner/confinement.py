@@ -88,6 +88,9 @@ VIEW = "src"
 SRC = "/src"
 """The class's folder in Cog's containers."""
 _DETACH = 1 << 1
+_MOUNT_SETATTR = 442
+"""The system call's number, which is the same on all architectures."""
+_AT_FDCWD, _AT_RECURSIVE = -100, 1 << 15
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 
@@ -120,6 +123,15 @@ class _Ruleset(ctypes.Structure):
         ("handled_fs", ctypes.c_uint64),
         ("handled_net", ctypes.c_uint64),
         ("scoped", ctypes.c_uint64),
+    )
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
     )
 
 
@@ -436,9 +448,19 @@ def _show(path: Path, tmp: Path, *, is_writable: bool) -> None:
         at.touch()
     _mount(str(path), str(at), _BIND | (0 if is_writable else _RECURSIVE))
     if not is_writable:
-        options = os.statvfs(at).f_flag
-        flags = options & _KEPT_FLAGS | (_RELATIME if options & _ST_RELATIME else 0)
-        _mount("none", str(at), _REMOUNT | _BIND | _READ_ONLY | flags)
+        _make_read_only(at)
+
+
+def _make_read_only(at: Path) -> None:
+    """Makes a mount read-only, and the mounts below it as well (Linux 5.12 or later)."""
+    attributes = _MountAttributes(attr_set=_READ_ONLY)
+    size_bytes = ctypes.sizeof(attributes)
+    arguments = (_AT_FDCWD, os.fsencode(at), _AT_RECURSIVE, ctypes.byref(attributes), size_bytes)
+    if _call(_MOUNT_SETATTR, *arguments) == 0:
+        return
+    options = os.statvfs(at).f_flag
+    flags = options & _KEPT_FLAGS | (_RELATIME if options & _ST_RELATIME else 0)
+    _mount("none", str(at), _REMOUNT | _BIND | _READ_ONLY | flags)
 
 
 def _link(link: Path, target: Path, tmp: Path, visible: Sequence[Path]) -> None:
@@ -514,6 +536,22 @@ def _take_root(view: Path, root: Path) -> None:
         raise OSError("unknown machine type")
     root.mkdir()
     _mount(str(root), str(root), _BIND)
+    before = os.getcwd()
+    try:
+        _fill_root(view, root)
+        os.chdir(root)
+        # The old root is mounted on top of the new one, then unmounted (pivot_root(2), NOTES).
+        if _call(number, b".", b"."):
+            raise OSError(ctypes.get_errno(), "pivot_root")
+        _unmount(".")
+    except OSError:
+        os.chdir(before)
+        _unmount(str(root))  # otherwise, the class could write anywhere through it
+        raise
+    os.chdir("/")
+
+
+def _fill_root(view: Path, root: Path) -> None:
     with os.scandir("/") as entries:
         for entry in entries:
             at = root / entry.name
@@ -529,13 +567,9 @@ def _take_root(view: Path, root: Path) -> None:
             _mount(entry.path, str(at), _BIND | _RECURSIVE)
     (root / SRC[1:]).mkdir()
     _mount(str(view), str(root / SRC[1:]), _BIND | _RECURSIVE)
-    before = os.getcwd()
-    os.chdir(root)
-    # The old root is mounted on top of the new one, then unmounted (pivot_root(2), NOTES).
-    if _call(number, b".", b".") or ctypes.CDLL(None).umount2(b".", _DETACH):
-        os.chdir(before)
-        raise OSError(ctypes.get_errno(), "pivot_root")
-    os.chdir("/")
+    # The copied folder that contains the scratch folder contains this root too. Landlock allows
+    # writing to everything below the scratch folder, including the mounts there.
+    _unmount(f"{root}{os.path.realpath(root)}")
 
 
 def _enter_namespace() -> None:
@@ -554,6 +588,13 @@ def _enter_namespace() -> None:
         ("gid_map", f"{group} {group} 1"),
     ):
         Path("/proc/self", name).write_text(text, encoding="ascii")
+
+
+def _unmount(target: str) -> None:
+    """Unmounts a folder and everything mounted below it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.umount2(os.fsencode(target), _DETACH):
+        raise OSError(ctypes.get_errno(), f"unmount {target}")
 
 
 def _mount(
