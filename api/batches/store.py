@@ -6,8 +6,10 @@ Calls raise Unavailable if the object store is unreachable.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -30,7 +32,7 @@ from api.batches.documents import (
 )
 from api.batches.names import OPEN, RUNS, is_batch_id, owner_of
 from api.errors import DamagedDocument, NotFound
-from shared.errors import BadInput
+from shared.errors import MALFORMED, BadInput
 from shared.stores.objects import ObjectStore, StoredObject
 
 MAX_OPEN_OF_ALL = 20_000
@@ -43,6 +45,14 @@ _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
+
+log = logging.getLogger(__name__)
+
+
+class _Cancellation(msgspec.Struct):
+    """The content of a `cancel` marker."""
+
+    at_s: float
 
 
 class StoredLog(NamedTuple):
@@ -105,10 +115,8 @@ class BatchStore:
             data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
         except BadInput:
             return None
-        try:
+        with _report_damage(key):
             return msgspec.json.decode(data, type=kind)
-        except ValueError as error:
-            raise DamagedDocument(f"{key} is damaged: {error}") from error
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:
         """Finds one of this tenant's batches.
@@ -144,16 +152,22 @@ class BatchStore:
 
     async def cancel(self, owner: str, batch_id: str) -> None:
         """Marks a batch as canceled. Only the first call has an effect."""
-        data = msgspec.json.encode({"at_s": time.time()})
+        data = msgspec.json.encode(_Cancellation(time.time()))
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
     async def read_cancelled_at_s(self, owner: str, batch_id: str) -> float:
-        """Returns the Unix time when a batch was canceled, or 0."""
+        """Returns the Unix time when a batch was canceled, or 0.
+
+        Raises:
+            DamagedDocument: the marker can't be decoded.
+        """
+        key = f"{OPEN}/{owner}/{batch_id}/cancel"
         try:
-            data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
+            data = await self._objects.get(key, 1024)
         except BadInput:
             return 0.0
-        return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
+        with _report_damage(key):
+            return msgspec.json.decode(data, type=_Cancellation).at_s
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
         """Returns open batches for one owner or all owners, newest first within each owner."""
@@ -236,10 +250,16 @@ class BatchStore:
         return logs[::-1]
 
     async def read_logged_answers(self, key: str) -> dict[int, LineAnswer]:
-        """Reads a log. Returns the log's answers, keyed by line number."""
+        """Reads a log. Returns the log's answers, keyed by line number.
+
+        Returns no answers if the log can't be decoded, so its lines are run again.
+        """
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
         except BadInput:  # another runner already wrote out the log's lines and deleted it
+            return {}
+        except MALFORMED as error:
+            log.error("answer log not read", extra={"key": key, "reason": str(error)})
             return {}
 
     async def delete_log(self, key: str) -> None:
@@ -250,13 +270,19 @@ class BatchStore:
         """Returns the answers in a segment that a release 0.1.0 runner set aside."""
         try:
             data = await self._objects.get(_half_segment_key(owner, batch_id), _ANSWERS_MAX_BYTES)
-        except BadInput:
+            return decode_answers(data) if decode_answers_header(data).segment == segment else {}
+        except (BadInput, *MALFORMED):
             return {}
-        return decode_answers(data) if decode_answers_header(data).segment == segment else {}
 
     async def header(self, segment: StoredObject) -> SegmentHeader:
-        """Reads the header of a segment."""
-        return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
+        """Reads the header of a segment.
+
+        Raises:
+            DamagedDocument: the header can't be decoded.
+        """
+        data = await self._objects.get_range(segment.key, 0, HEADER_BYTES)
+        with _report_damage(segment.key):
+            return decode_header(data)
 
     async def _list_marked(self, owner: str) -> set[str]:
         return {batch.id for batch in await self.open(owner)}
@@ -272,9 +298,18 @@ class BatchStore:
         key = newest[0].key if newest else _half_segment_key(owner, batch_id)
         try:
             logged = decode_answers_header(await self._objects.get_range(key, 0, HEADER_BYTES))
-        except BadInput:
+        except (BadInput, *MALFORMED):  # a log that can't be decoded is not used
             return counts
         return max(counts, logged.counts, key=lambda candidate: candidate.ended)
+
+
+@contextmanager
+def _report_damage(key: str) -> Iterator[None]:
+    """Turns errors from decoding an object into DamagedDocument."""
+    try:
+        yield
+    except MALFORMED as error:
+        raise DamagedDocument(f"{key} is damaged: {error}") from error
 
 
 def _half_segment_key(owner: str, batch_id: str) -> str:

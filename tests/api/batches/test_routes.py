@@ -12,7 +12,9 @@ import openai
 import pytest
 
 from api.batches import service
-from api.batches.documents import BatchCreated
+from api.batches.documents import HEADER_BYTES, BatchCreated
+from api.batches.names import RUNS
+from shared.stores.objects import ObjectStore
 from tests.api.batches.batching import (
     batching,
     created,
@@ -129,6 +131,25 @@ async def test_a_damaged_batch_is_left_out_of_the_list(
         listed = [batch.id async for batch in client.batches.list()]
         intact = [batches[1].id] if name == "ended" else [batches[1].id, batches[0].id]
         assert listed == intact
+
+
+@pytest.mark.parametrize("name", ["cancel", "segment"])
+async def test_a_damaged_open_batch_is_left_out_of_the_list(
+    tmp_path: Path, redis_url: str, name: str
+) -> None:
+    async with running_api(settings_for(tmp_path, redis_url=redis_url)) as api:
+        client = api.openai()
+        batches = [await created(client, jsonl([line("1")])) for _ in range(2)]
+        folder = next((tmp_path / "objects").rglob(f"open/*/{batches[0].id}"))
+        if name == "cancel":
+            (folder / name).write_bytes(b'{"at_s":')
+        else:
+            owner = folder.parent.name
+            segments = ObjectStore(f"file://{tmp_path}/objects")
+            key = f"{RUNS}/{owner}/{batches[0].id}/segments/{0:05d}"
+            await segments.put(key, b"{".ljust(HEADER_BYTES), "application/octet-stream")
+        listed = [batch.id async for batch in client.batches.list()]
+        assert listed == [batches[1].id]
 
 
 async def test_an_owner_without_a_model_is_refused(api: ApiUnderTest) -> None:

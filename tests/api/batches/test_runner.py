@@ -12,6 +12,7 @@ import pytest
 from api.batch_runner import runner as runner_module
 from api.batch_runner.leases import BatchLeases
 from api.batches import service
+from api.batches.documents import HEADER_BYTES
 from api.batches.names import owner_of
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
@@ -77,6 +78,28 @@ async def test_next_runner_goes_on_after_the_last_whole_segment(
         found = await answers(client, done.output_file_id)
         assert [one["custom_id"] for one in found] == [str(n) for n in range(40)]
         assert not set(again) & {f"{batch.id}-{n}" for n in range(1, 15)}
+
+
+async def test_next_runner_runs_lines_of_a_damaged_log_again(
+    tmp_path: Path, redis_url: str, held_after: Callable[[int], asyncio.Event]
+) -> None:
+    settings = settings_for(tmp_path, redis_url=redis_url)
+    async with running_api(settings) as api:
+        client = api.openai()
+        async with running_runner(api, settings):
+            go = held_after(4)
+            batch = await created(client, jsonl(line(str(n)) for n in range(8)))
+            await until_completed(client, batch, 4)
+        logs = list((tmp_path / "objects").rglob(f"{batch.id}/answers/*"))
+        for log in logs:
+            log.write_bytes(b"{".ljust(HEADER_BYTES) + b"{")
+        assert logs
+        assert [listed.id async for listed in client.batches.list()] == [batch.id]
+        go.set()
+        async with running_runner(api, settings):
+            done = await until(client, batch)
+        found = await answers(client, done.output_file_id)
+        assert [answer["custom_id"] for answer in found] == [str(n) for n in range(8)]
 
 
 @pytest.mark.usefixtures("small_segments")
