@@ -111,7 +111,8 @@ def check_charset(content_type: str) -> None:
 async def open_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
     """Opens a multipart/form-data form, like `Request.form`, and closes it afterward.
 
-    `Request.form` leaves a file open if the body is cut off in the middle of it.
+    `Request.form` leaves a file open if the body is cut off in the middle of it. Without a
+    multipart/form-data body, the form is empty.
 
     Args:
         request: request whose body has not yet been read.
