@@ -422,6 +422,7 @@ class _Fetch:
         tag = known.etag if known and is_known else ""
         headers = _HEADERS | ({"if-none-match": tag} if tag else {})
         timeout = ClientTimeout(total=None, connect=CONNECT_LIMIT_S, sock_read=IDLE_LIMIT_S)
+        has_answered = False
         try:
             async with (
                 open_pinned_session(
@@ -434,8 +435,11 @@ class _Fetch:
                 if answer.status == 304 and tag:
                     raise _Unchanged
                 self._check(answer)
+                has_answered = True
                 return await _load(answer, requested_url, self.place, self.rules)
         except Unavailable as error:
+            if has_answered:  # the object store is unreachable, not the server
+                raise
             raise FetchFailed(error.public_message) from error
         except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
             raise FetchFailed(f"{url.host}: {_reason_of(error)}") from error

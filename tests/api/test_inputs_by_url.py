@@ -23,7 +23,7 @@ from aiohttp import web
 from api.inputs import url_fetcher
 from api.inputs.storage import Storage, StorageQuota
 from api.inputs.url_fetcher import MAX_AT_A_TIME, FetchFailed, UrlFetcher
-from shared.errors import BadInput, Overloaded, PenstockError
+from shared.errors import BadInput, Overloaded, PenstockError, Unavailable
 from shared.models.catalog import Catalog, Model
 from shared.models.interface import ModelInterface
 from shared.models.tasks.custom import CustomInput
@@ -603,6 +603,15 @@ async def test_what_is_remembered_of_a_file_may_be_damaged(
         client.set(known, b'{"final_url": "\xff"}')
     await fetch(loader, url)
     assert files.asked["/a"] == 2
+
+
+async def test_object_store_that_is_down_is_not_the_servers_fault(
+    tmp_path: Path, files: FileServer, stores: RecordStores
+) -> None:
+    loader = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
+    (tmp_path / "objects/inputs").write_bytes(b"")
+    with pytest.raises(Unavailable):
+        await fetch(loader, files.add("/large", bytes(200_000), "text/plain"))
 
 
 async def test_without_redis_it_is_fetched_all_the_same(tmp_path: Path, files: FileServer) -> None:
