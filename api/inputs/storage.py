@@ -25,6 +25,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -36,7 +37,7 @@ import msgspec
 from prometheus_client import Counter
 
 from api.errors import StorageFull
-from shared.errors import BadInput, PenstockError, Unavailable
+from shared.errors import MALFORMED, BadInput, PenstockError, Unavailable
 from shared.stores.held_bytes import HELD, hold, sum_held_bytes
 from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
@@ -80,6 +81,9 @@ OLDEST_S = 31 * 24 * 3600.0
 """Retention is limited to 30 days, no matter what plans and requests specify."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
 _MARKER = "application/json"
+_TIMED = re.compile(r"([0-9]{1,12})_([0-9]{1,18})_[0-9a-f]+")
+_COUNTED_DOWN = re.compile(r"([0-9]{1,12})_[0-9a-f]+")
+"""Names of objects in RESERVED, HELD, and LISTED. Other objects in these folders are not ours."""
 
 REMOVED = Counter(
     "penstock_stored_objects_removed_total",
@@ -179,7 +183,11 @@ class Storage:
             for reservation in reserved
             if reservation.key != except_key
         ]
-        held = [int(name.split("_")[1]) for name in names if not _is_left_behind(name, now_s)]
+        held = [
+            int(match[2])
+            for match in map(_TIMED.fullmatch, names)
+            if match is not None and int(match[1]) > now_s
+        ]
         files = len({stored_object.key.rpartition("/")[0] for stored_object in stored}) + len(held)
         stored_bytes = sum(stored_object.size_bytes for stored_object in stored) + elsewhere_bytes
         return StorageUse(files, stored_bytes + sum(held))
@@ -361,7 +369,7 @@ class Storage:
         try:
             data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
             return _decoder.decode(data).expires_at_s
-        except (BadInput, msgspec.MsgspecError):  # removed since then, or not ours
+        except (BadInput, *MALFORMED):  # removed since then, or not ours
             return math.inf
 
     async def _remove(self, folder: str, keys: Iterable[str]) -> int:
@@ -463,6 +471,8 @@ async def _sweep_forever(storage: Storage) -> None:
             log.info("removed expired files", extra={"objects": removed})
         except PenstockError as error:
             log.warning("expired files were not removed", extra={"reason": error.message})
+        except Exception:  # a bug must not keep files until a restart
+            log.exception("expired files were not removed")
         await asyncio.sleep(SWEEP_EVERY_S)
 
 
@@ -474,9 +484,11 @@ def _look_at(task: asyncio.Task[Any]) -> None:
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:
     """Returns whether a LISTED entry, whose name starts with a countdown, is older than KEEP_S."""
-    return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
+    match = _COUNTED_DOWN.fullmatch(name)
+    return match is not None and LATEST_S - int(match[1]) + KEEP_S <= now_s
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
     """Returns whether a reservation, whose name starts with its end time, has expired."""
-    return int(name.split("_")[0]) <= now_s
+    match = _TIMED.fullmatch(name)
+    return match is not None and int(match[1]) <= now_s

@@ -14,7 +14,9 @@ from api.inputs import storage as module
 from api.inputs.files import Files
 from api.inputs.storage import (
     KEEP_S,
+    LISTED,
     LOOK_AGAIN_S,
+    RESERVED,
     RESERVED_S,
     Storage,
     StorageQuota,
@@ -217,6 +219,21 @@ async def test_a_sweep_removes_what_expired_and_nothing_else(
         f"batches/files/{owner}/there/data",
         f"batches/files/{owner}/there/file.json",
     }
+
+
+async def test_foreign_objects_hold_up_nothing(
+    storage: Storage, objects: ObjectStore, clock: Clock
+) -> None:
+    files, owner = Files(objects, storage), owner_of("alice")
+    await files.add(quota(), b"short", name="a", content_type="", keep_s=60)
+    for folder in (RESERVED, LISTED):
+        for name in ("notes.txt", "1_notes.txt"):
+            await objects.put(f"{folder}/{owner}/{name}", b"a", "text/plain")
+    clock.now_s += 61
+    async with storage.reserve(quota(), 10):
+        pass
+    await storage.sweep()
+    assert (await storage.use("alice")).files == 0
 
 
 async def test_old_objects_go_by_their_folder(
