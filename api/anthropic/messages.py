@@ -207,7 +207,9 @@ class MessageEvents:
         for at, block in enumerate(blocks):
             if isinstance(block, ShownToolUse):
                 events.append(_begin(at, msgspec.structs.replace(block, input={})))
-                written = {"type": "input_json_delta", "partial_json": json.dumps(block.input)}
+                # Like `whole`, writes NaN, which is not valid JSON, as null.
+                arguments = msgspec.json.encode(block.input).decode()
+                written = {"type": "input_json_delta", "partial_json": arguments}
                 events.append(_event("content_block_delta", index=at, delta=written))
                 events.append(_event("content_block_stop", index=at))
         reason, stop = _stop_reason(choice, result)

@@ -124,6 +124,16 @@ async def test_arguments_that_are_no_sound_json_are_left_out(
     assert (await events_of(api, body))[-1]["type"] == "message_stop"
 
 
+async def test_arguments_that_are_no_numbers_are_null_whole_and_streamed(api: ApiUnderTest) -> None:
+    call = '<tool_call>{"name":"weather","arguments":{"city":NaN}}</tool_call>'
+    body = asked(f"say {call}", tools=[TOOL], max_tokens=1)
+    (block,) = (await api.http.post(MESSAGES, json=body)).json()["content"]
+    assert block["input"] == {"city": None}
+    events = await events_of(api, body)
+    (written,) = [event for event in events if event["type"] == "content_block_delta"]
+    assert written["delta"]["partial_json"] == '{"city":null}'
+
+
 @pytest.mark.parametrize("is_of_an_older_client", [False, True])
 async def test_the_schema_of_a_text_reaches_the_worker(
     api: ApiUnderTest, is_of_an_older_client: bool
