@@ -254,6 +254,12 @@ def _elements(output: Any) -> list[TranscribedElement]:
         raise ModelFailed(f"the model did not return a valid transcript: {error}") from error
 
 
+def _text_in(lines: str) -> str:
+    """Returns the text of segments, each a line of JSON."""
+    values = [entry.value for entry in read_elements(lines)]
+    return "".join(element.text for element in _elements(values))
+
+
 class _Transcript:
     """The output of a transcriber.
 
@@ -365,12 +371,15 @@ class TranscriptEvents(StreamShape):
 
     def __init__(self, names: FieldNames) -> None:
         self._names = names
+        self._has_begun = False
+        """True once the text sent so far contains more than spaces."""
 
     def delta(self, added: AddedText) -> bytes | None:
         """Returns one event per segment, each a line of JSON."""
-        values = [entry.value for entry in read_elements(added.text)]
-        text = "".join(element.text for element in _elements(values))
-        text = text if added.before else text.lstrip()
+        text = _text_in(added.text)
+        if not self._has_begun:
+            self._has_begun = bool(_text_in(added.before).strip())
+        text = text if self._has_begun else text.lstrip()
         return _event(TranscriptDelta(text)) if text else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:

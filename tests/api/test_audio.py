@@ -222,6 +222,15 @@ async def test_a_stream_has_a_delta_for_each_segment_as_it_is_written(api: ApiUn
     assert (events[2].text, events[2].usage.seconds) == (TEXT, 3)
 
 
+async def test_spaces_before_the_first_words_are_in_no_delta(api: ApiUnderTest) -> None:
+    stream = await api.openai().audio.transcriptions.create(
+        file=recording(b"\ngood day"), model="ears", stream=True
+    )
+    *deltas, done = [event async for event in stream]
+    assert [event.delta for event in deltas] == ["good day"]
+    assert done.text == "good day"
+
+
 def split_events(stream: str) -> list[str]:
     """The stream's events, without the comments that keep a slow stream alive."""
     lines = [line for line in stream.splitlines() if not line.startswith(":")]
