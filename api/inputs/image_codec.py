@@ -196,15 +196,7 @@ class ImageCodec:
         if output_format == "png":
             return png
         command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality)
-        try:
-            _, encoded = await self._pool.run(
-                command, png, tenant=tenant, deadline_s=deadline_s, is_new=is_new
-            )
-        except BadInput as error:
-            raise PenstockError(
-                f"a worker returned an image that is not a PNG: {error.message}; this is a bug"
-            ) from error
-        return encoded
+        return await self._run_encode(command, png, deadline_s, tenant, is_new=is_new)
 
     async def enlarge(
         self,
@@ -221,9 +213,19 @@ class ImageCodec:
         Raises the same errors as `encode`.
         """
         command = EncodeImage(output_format, DEFAULT_QUALITY if quality is None else quality, size)
-        _, encoded = await self._pool.run(
-            command, preview, tenant=tenant, deadline_s=deadline_s, is_new=False
-        )
+        return await self._run_encode(command, preview, deadline_s, tenant, is_new=False)
+
+    async def _run_encode(
+        self, command: EncodeImage, data: bytes, deadline_s: float, tenant: str, *, is_new: bool
+    ) -> bytes:
+        try:
+            _, encoded = await self._pool.run(
+                command, data, tenant=tenant, deadline_s=deadline_s, is_new=is_new
+            )
+        except BadInput as error:  # not the caller's fault
+            raise PenstockError(
+                f"a worker returned an invalid image: {error.message}; this is a bug"
+            ) from error
         return encoded
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:

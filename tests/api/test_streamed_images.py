@@ -51,12 +51,14 @@ async def record_being_drawn(api: ApiUnderTest) -> str:
     return api.worker.jobs[-1].envelope.request_id
 
 
-async def show(stores: RecordStores, record: str, step: int, *, index: int = 0) -> None:
+async def show(
+    stores: RecordStores, record: str, step: int, *, index: int = 0, data: bytes = b""
+) -> None:
     """Adds a preview, as workers do once a reader is watching."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not await stores.records.progress(record, step, 20):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await stores.previews.add(record, index, step, 20, webp(10 * step))
+    await stores.previews.add(record, index, step, 20, data or webp(10 * step))
 
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
@@ -187,6 +189,19 @@ async def test_a_reader_who_hangs_up_and_can_not_come_back_ends_it(
         while (kept := await stores.records.read(record)) is None or kept.state != "canceled":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     api.worker.go.set()
+
+
+async def test_damaged_preview_is_not_the_callers_fault(
+    api: ApiUnderTest, stores: RecordStores
+) -> None:
+    api.worker.go.clear()
+    body = {"prompt": "a", "stream": True, "partial_images": 1}
+    async with asyncio.TaskGroup() as tasks:
+        answering = tasks.create_task(api.http.post(PATH, json=body))
+        record = await record_being_drawn(api)
+        await show(stores, record, 12, data=b"damaged")
+        answer = await answering
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
 async def test_what_fails_before_the_first_event_is_an_error_of_the_request(
