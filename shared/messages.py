@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -313,12 +314,15 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
     def count(self, result: Result) -> None:
         """Adds the work reported in a result."""
-        self.tokens = getattr(result, "tokens", None)
-        self.output_tokens = getattr(result, "output_tokens", None)
-        self.cached_tokens = getattr(result, "cached_tokens", None)
-        self.pixel_steps = getattr(result, "pixel_steps", None)
-        self.work = getattr(result, "work", None)
-        self.adapter = getattr(result, "adapter", None)
+        for name in _list_reported_fields(type(result)):
+            setattr(self, name, getattr(result, name))
+
+
+@lru_cache
+def _list_reported_fields(kind: type) -> tuple[str, ...]:
+    """Returns the fields of a receipt that results of this type report."""
+    names = ("tokens", "output_tokens", "cached_tokens", "pixel_steps", "work", "adapter")
+    return tuple(name for name in names if hasattr(kind, name))
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):

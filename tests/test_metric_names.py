@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = ("Counter", "Gauge", "Histogram")
+KINDS = ("Counter", "Gauge", "Histogram", "CountingHistogram")
 
 
 @cache

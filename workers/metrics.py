@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +28,21 @@ from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.identity import WorkerInfo
 from workers.models.reports import BatchResult, ResidencyReport
 
+
+class CountingHistogram(Histogram):
+    """A histogram that can record several equal observations at once."""
+
+    def observe_equal(self, amount: float, times: int) -> None:
+        """Records `amount` this many times."""
+        self._sum.inc(amount * times)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
+
+
 ITEMS = Counter(
     "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]
 )
 WAITING = Gauge("penstock_worker_items_waiting", "Items waiting for a model process")
-WAIT_SECONDS = Histogram(
+WAIT_SECONDS = CountingHistogram(
     "penstock_worker_wait_seconds",
     "Seconds that an item waits for its batch, by model",
     ["model"],

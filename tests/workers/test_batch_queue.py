@@ -39,8 +39,15 @@ class Entry:
     deadline_s: float = 1e9
 
     @property
+    def lengths(self) -> list[int]:
+        return [self.length]
+
+    @property
     def order(self) -> tuple[float, int]:
         return self.deadline_s, self.number
+
+    def cut(self, start: int, stop: int) -> Entry:
+        raise AssertionError("it has only one item")
 
 
 lengths = st.integers(1, LONGEST)
@@ -171,6 +178,82 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
+
+
+class Together:
+    """Items that arrived together, each with a number."""
+
+    deadline_s = 1e9
+
+    def __init__(self, tenant: str, key: str, lengths: list[int], numbers: list[int]) -> None:
+        self.tenant, self.key = tenant, key
+        self.weight = {"t": 1.0, "u": 0.5, "v": 2.0}[tenant]
+        self.lengths, self.numbers = lengths, numbers
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def cut(self, start: int, stop: int) -> Together:
+        some = Together(self.tenant, self.key, self.lengths[start:stop], self.numbers[start:stop])
+        del self.lengths[start:stop], self.numbers[start:stop]
+        return some
+
+
+class PartsAgainstItems(RuleBasedStateMachine):
+    """Batches are the same as if each item were queued separately."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With this quantum and these weights, sums are exact in any order.
+        self.parts: BatchQueue[Together] = BatchQueue(int(HEAVIEST), 64)
+        self.items: BatchQueue[Together] = BatchQueue(int(HEAVIEST), 64)
+        self.arrived = count()
+
+    @rule(
+        tenant=st.sampled_from("tuv"),
+        key=st.sampled_from("ab"),
+        length=st.integers(1, 150),
+        items=st.integers(1, 40),
+    )
+    def add(self, tenant: str, key: str, length: int, items: int) -> None:
+        lengths = [length + number % 3 for number in range(items)]
+        numbers = [next(self.arrived) for _ in lengths]
+        for number, length in zip(numbers, lengths, strict=True):
+            self.items.add(Together(tenant, key, [length], [number]))
+        self.parts.add(Together(tenant, key, lengths, numbers))
+
+    @rule(
+        at_most=st.integers(1, 80),
+        room=st.sampled_from([1.0, 200.0, inf]),
+        spare=st.sampled_from([0.0, 100.0, inf]),
+    )
+    def take(self, at_most: int, room: float, spare: float) -> None:
+        taken, expected = (
+            [
+                number
+                for part in queue.take(at_most, room=room, spare=spare)
+                for number in part.numbers
+            ]
+            for queue in (self.parts, self.items)
+        )
+        assert taken == expected
+
+    @rule(at_most=st.integers(1, 10), room=st.integers(1, BUDGET))
+    def take_in_turn(self, at_most: int, room: int) -> None:
+        taken, expected = (
+            [part.numbers for part in queue.take_in_turn(at_most, room)]
+            for queue in (self.parts, self.items)
+        )
+        assert taken == expected
+
+    @invariant()
+    def agree(self) -> None:
+        assert len(self.parts) == len(self.items)
+        assert self.parts.is_full == self.items.is_full
+
+
+TestPartsAgainstItems = PartsAgainstItems.TestCase
 
 
 def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: str) -> list[float]:

@@ -34,7 +34,7 @@ from workers.jobs.cancellation import Cancellation
 from workers.jobs.claims import Claims
 from workers.jobs.completion import Completion
 from workers.jobs.deadlines import Clock, Deadlines, SystemClock
-from workers.jobs.items import BatchResults, ModelQueue, TokenOutput
+from workers.jobs.items import Arrived, BatchResults, ModelQueue, TokenOutput
 from workers.jobs.preprocessor import Preprocessor
 from workers.models.base import Preparer, WithoutModel
 from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, PulledJob, QueuedItem
@@ -324,15 +324,13 @@ class JobConsumer:
         async with self._claims.mark_alone(suspects):
             prepared = await self._preprocessor.prepare([item for _, item in missing])
         written = await self.tokens.resume(missing, prepared)
-        now_s = time.time()
-        for waiter, ready, before in zip(missing, prepared, written, strict=True):
-            pulled, item = waiter
+        arrived = list[Arrived]()
+        for (pulled, item), ready, before in zip(missing, prepared, written, strict=True):
             if isinstance(ready, PenstockError):
                 receipt = pulled.receipt(spent_work=self._work_of_refusal(item, ready))
                 self._completion.settle(pulled, failure(item.index, ready, receipt))
             elif isinstance(ready, WithoutModel):  # no model is needed
                 self._completion.settle(pulled, pulled.without_model(item, ready))
-            elif not self.queue.coalesce(
-                pulled, item
-            ):  # an identical item from this admission may have been queued by now
-                self.queue.add(ready, waiter, before, now_s)
+            else:
+                arrived.append((pulled, item, ready, before))
+        self.queue.add(arrived, time.time())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 from workers.scheduling.job import JobTimer, PulledJob
@@ -27,13 +28,17 @@ class Clock(Protocol):
 class SystemClock:
     """The system clock, with the running event loop's timers."""
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()  # makes a system call
+
     def now_s(self) -> float:
         """Returns Unix seconds."""
         return time.time()
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
         """Calls `act` with the job after this many seconds, unless the timer is canceled first."""
-        return asyncio.get_running_loop().call_later(delay_s, act, pulled)
+        return self._loop.call_later(delay_s, act, pulled)
 
 
 class Deadlines:

@@ -14,8 +14,9 @@ import asyncio
 import io
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -60,6 +61,8 @@ that arrive within 0.5 s of the last one.
 _Reader = tuple[PulledJob, int]
 """A job and the index of one of its items."""
 _HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
+Arrived = tuple[PulledJob, Item, Prepared, list[Chunk]]
+"""An item that is ready to be queued, and its output from an earlier worker."""
 
 _NEVER = 1 << 62
 
@@ -112,12 +115,8 @@ class ModelQueue:
 
     def coalesce(self, pulled: PulledJob, item: Item) -> bool:
         """Lets `item` share an identical item's result, if one is waiting, running, or just ran."""
-        queued = (
-            self._by_cache_key.get(item.cache_key)
-            if item.cache_key and pulled.reads_cache
-            else None
-        )
-        if queued is None:
+        queued = self._by_cache_key.get(item.cache_key or "")
+        if queued is None or not pulled.reads_cache:
             return False
         if queued.computed is None:
             queued.waiters.append((pulled, item))
@@ -126,23 +125,26 @@ class ModelQueue:
             self._completion.settle(pulled, queued.coalesced(pulled, item))
         return True
 
-    def add(
-        self,
-        prepared: Prepared,
-        waiter: tuple[PulledJob, Item],
-        written: list[Chunk],
-        queued_at_s: float,
-    ) -> None:
-        """Queues a prepared item. The caller calls `on_queued` after the last one.
+    def add(self, arrived: Iterable[Arrived], queued_at_s: float) -> None:
+        """Queues prepared items. The caller calls `on_queued` afterward.
 
-        `written` is its output from an earlier worker.
+        A job's items with the same key wait as one part, except for items that were coalesced with
+        an identical one from `arrived`.
         """
-        pulled, item = waiter
-        queued = QueuedItem(prepared, item.cache_key, queued_at_s, [waiter], written=written)
-        if item.cache_key:
-            self._by_cache_key.setdefault(item.cache_key, queued)
-        self._queue.add(queued)
-        self._earliest_s = min(self._earliest_s, pulled.start_by_s)
+        items = list[QueuedItem]()
+        for pulled, item, prepared, written in arrived:
+            if self.coalesce(pulled, item):
+                continue
+            queued = QueuedItem(
+                prepared, item.cache_key, queued_at_s, [(pulled, item)], written=written
+            )
+            if item.cache_key:
+                self._by_cache_key.setdefault(item.cache_key, queued)
+            items.append(queued)
+        for _, part in groupby(items, _part_of):
+            first, *others = part
+            self._queue.add(first, *others)
+            self._earliest_s = min(self._earliest_s, first.deadline_s)
 
     def take(self, processes: int) -> list[QueuedItem]:
         """Returns the next batch for one of the `processes`.
@@ -239,6 +241,11 @@ class ModelQueue:
         if not wanted:
             self.forget(queued)
         return bool(wanted)
+
+
+def _part_of(queued: QueuedItem) -> tuple[object, str]:
+    """Returns a key that is the same for all items that may share a part."""
+    return queued if len(queued.waiters) > 1 else queued.waiters[0][0], queued.key
 
 
 def encode_preview(preview: RgbImage) -> bytes:
@@ -388,6 +395,7 @@ class BatchResults:
         self._queue.batch_ended(batch, done)
         traces = traces_of(batch)
         self._metrics.observe(done, traces[0].exemplar if traces else None)
+        self._observe_waits(batch, done, is_traced=bool(traces))
         work: Sequence[int | None] = done.computed_work or [None] * len(batch)
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
             logs, call = done.logs.get(index), done.calls.get(index)
@@ -400,11 +408,11 @@ class BatchResults:
         traces = traces_of([queued])
         self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
+        self._observe_waits([queued], done, is_traced=bool(traces))
         self._settle(queued, computed)
         self._queue.forget_when_cached([queued])
 
     def _settle(self, queued: QueuedItem, computed: Computed) -> None:
-        self._observe_wait(queued, computed.batch, is_traced=bool(computed.traces))
         if isinstance(computed.outcome, Canceled):
             self._requeue_coalesced(queued)
         queued.computed = computed
@@ -413,10 +421,17 @@ class BatchResults:
                 pulled.written[item_outcome.index] = queued.written
             self._completion.settle(pulled, item_outcome)
 
-    def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
-        traces = traces_of([queued]) if is_traced else []
-        wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
-        self._waits.observe(wait_s, traces[0].exemplar if traces else None)
+    def _observe_waits(
+        self, batch: Sequence[QueuedItem], done: BatchResult, *, is_traced: bool
+    ) -> None:
+        if is_traced:
+            for queued in batch:
+                traces = traces_of([queued])
+                wait_s = max(0.0, done.started_at_s - queued.queued_at_s)
+                self._waits.observe(wait_s, traces[0].exemplar if traces else None)
+            return
+        for queued_at_s, items in Counter([queued.queued_at_s for queued in batch]).items():
+            self._waits.observe_equal(max(0.0, done.started_at_s - queued_at_s), items)
 
     def _requeue_coalesced(self, queued: QueuedItem) -> None:
         """Requeues a canceled item for callers that have been coalesced with it since."""

@@ -13,10 +13,13 @@ tenant's turn therefore doesn't depend on the length of its next item.
     first item, whose key becomes the batch's key. Other items with that key follow in the order of
     their tenants' turns. All of these items are charged, so a tenant gains nothing by using keys.
     As a result, a tenant may run ahead of its turn by at most one batch.
+- **Parts**: items that a job brings together are queued as one part. A batch takes as many of a
+    part's first items as it would take if each item were queued separately. The other items keep
+    the part's place.
 
 Rounds are counted rather than iterated: each tenant stores the number of the first round in which
 it may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
-cost nothing, regardless of the weights, and an item costs O(log n).
+cost nothing, regardless of the weights, and a part costs O(log n).
 
 The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
 
@@ -38,27 +41,27 @@ lengthen the batch only by `spare` work, or to at most twice its length.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from math import inf
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, Self, TypeAlias, TypeVar
 
 from shared.tenants.plan import HEAVIEST
 
 STALE_MAX = 16
 """Maximum number of removed entries that a tenant may keep in addition to its waiting items."""
 
-HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
-"""An entry: deadline, arrival number, item, and tenant. An entry is stale once its item has been
+HeapEntry: TypeAlias = "tuple[float, int, PartT, TenantQueue[PartT]]"
+"""An entry: deadline, arrival number, part, and tenant. An entry is stale once its part has been
 taken or refiled.
 """
-Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
-"""Each waiting item's heap entry."""
+Filed: TypeAlias = "Mapping[PartT, HeapEntry[PartT]]"
+"""Each waiting part's heap entry."""
 
 IDLE_MAX = 1024
 """Maximum number of tenants without items whose debts are remembered."""
-Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
+Ring: TypeAlias = "list[tuple[int, int, TenantQueue[PartT]]]"
 """A heap of tenants, ordered by the round of their next turn and then by their order in that round.
 
 A round in the heap may be outdated, but it is never later than the tenant's next round.
@@ -66,11 +69,11 @@ A round in the heap may be outdated, but it is never later than the tenant's nex
 
 
 class Batchable(Protocol):
-    """The properties of an item that the queue needs to know."""
+    """The properties of a part that the queue needs to know. A part has at least one item."""
 
     @property
     def tenant(self) -> str:
-        """The tenant charged for the item."""
+        """The tenant charged for the items."""
 
     @property
     def weight(self) -> float:
@@ -85,15 +88,22 @@ class Batchable(Protocol):
         """Only items with the same key share a batch."""
 
     @property
+    def lengths(self) -> Sequence[int]:
+        """Each item's work, in tokens or pixel-steps."""
+
+    @property
     def length(self) -> int:
-        """The item's work, in tokens or pixel-steps."""
+        """All items' work together."""
+
+    def cut(self, start: int, stop: int) -> Self:
+        """Removes some of the items, but not all, and returns them as another part."""
 
 
-ItemT = TypeVar("ItemT", bound=Batchable)
+PartT = TypeVar("PartT", bound=Batchable)
 
 
-class TenantQueue(Generic[ItemT]):
-    """One tenant's items: earliest deadline first, both for each key and across all keys.
+class TenantQueue(Generic[PartT]):
+    """One tenant's parts: earliest deadline first, both for each key and across all keys.
 
     Args:
         filed: all entries in the queue, used to find stale entries.
@@ -102,7 +112,7 @@ class TenantQueue(Generic[ItemT]):
     __slots__ = ("_by_deadline", "_filed", "_stale", "by_key", "name", "quantum", "spent",
                  "waiting", "work")  # fmt: skip
 
-    def __init__(self, name: str, filed: Filed[ItemT]) -> None:
+    def __init__(self, name: str, filed: Filed[PartT]) -> None:
         self.name = name
         self.quantum = 1.0
         """Work per round."""
@@ -114,8 +124,8 @@ class TenantQueue(Generic[ItemT]):
         """Number of waiting items."""
         self.work = 0
         """Total work of the waiting items."""
-        self.by_key: dict[str, list[HeapEntry[ItemT]]] = {}
-        self._by_deadline: list[HeapEntry[ItemT]] = []  # only needed while there are several keys
+        self.by_key: dict[str, list[HeapEntry[PartT]]] = {}
+        self._by_deadline: list[HeapEntry[PartT]] = []  # only needed while there are several keys
         self._filed = filed
         self._stale = 0
 
@@ -124,27 +134,27 @@ class TenantQueue(Generic[ItemT]):
         """The first round in which the tenant's deficit is positive."""
         return int(self.spent) + 1
 
-    def add(self, entry: HeapEntry[ItemT]) -> bool:
-        """Adds an item's entry. Returns whether the item's key is new to this tenant."""
-        item = entry[2]
-        self.waiting += 1
-        self.work += item.length
-        is_new = item.key not in self.by_key
+    def add(self, entry: HeapEntry[PartT]) -> bool:
+        """Adds a part's entry. Returns whether the part's key is new to this tenant."""
+        part = entry[2]
+        self.waiting += len(part.lengths)
+        self.work += part.length
+        is_new = part.key not in self.by_key
         if is_new:
             self._by_deadline = self._by_deadline or self._live()
-            self.by_key[item.key] = []
-        heappush(self.by_key[item.key], entry)
+            self.by_key[part.key] = []
+        heappush(self.by_key[part.key], entry)
         if len(self.by_key) > 1:
             heappush(self._by_deadline, entry)
         return is_new
 
-    def first(self, key: str) -> HeapEntry[ItemT] | None:
-        """Returns the entry for the tenant's first item with `key`."""
+    def first(self, key: str) -> HeapEntry[PartT] | None:
+        """Returns the entry for the tenant's first part with `key`."""
         entries = self.by_key.get(key)
         return self._top(entries) if entries else None
 
-    def earliest(self) -> HeapEntry[ItemT] | None:
-        """Returns the entry for the tenant's first item with any key."""
+    def earliest(self) -> HeapEntry[PartT] | None:
+        """Returns the entry for the tenant's first part with any key."""
         if len(self.by_key) == 1:
             (entries,) = self.by_key.values()
             return self._top(entries)
@@ -152,11 +162,11 @@ class TenantQueue(Generic[ItemT]):
             self._by_deadline = self._live()
         return self._top(self._by_deadline)
 
-    def count_removal(self, entry: HeapEntry[ItemT]) -> None:
-        item = entry[2]
-        self.waiting -= 1
-        self.work -= item.length
-        entries = self.by_key[item.key]
+    def count_removal(self, entry: HeapEntry[PartT]) -> None:
+        part = entry[2]
+        self.waiting -= len(part.lengths)
+        self.work -= part.length
+        entries = self.by_key[part.key]
         if entries[0] is entry:
             heappop(entries)
             return
@@ -175,7 +185,7 @@ class TenantQueue(Generic[ItemT]):
         if len(self.by_key) < 2:
             self._by_deadline = []
 
-    def _top(self, entries: list[HeapEntry[ItemT]]) -> HeapEntry[ItemT] | None:
+    def _top(self, entries: list[HeapEntry[PartT]]) -> HeapEntry[PartT] | None:
         while entries:
             first = entries[0]
             if self._filed.get(first[2]) is first:
@@ -183,7 +193,7 @@ class TenantQueue(Generic[ItemT]):
             heappop(entries)
         return None
 
-    def _live(self) -> list[HeapEntry[ItemT]]:
+    def _live(self) -> list[HeapEntry[PartT]]:
         """Returns a heap of all entries."""
         live = [
             entry
@@ -195,12 +205,12 @@ class TenantQueue(Generic[ItemT]):
         return live
 
 
-def always(item: object) -> bool:
+def always(part: object) -> bool:
     return True
 
 
-class BatchQueue(Generic[ItemT]):
-    """Items waiting for a model process.
+class BatchQueue(Generic[PartT]):
+    """Parts waiting for a model process.
 
     A batch has at most `max_items` items with a total length of `budget`.
     """
@@ -212,34 +222,36 @@ class BatchQueue(Generic[ItemT]):
         self._round = 0
         self._turns = count()
         self._arrivals = count()
-        self._filed: OrderedDict[ItemT, HeapEntry[ItemT]] = OrderedDict()
-        self._tenants: dict[str, TenantQueue[ItemT]] = {}
+        self._filed: OrderedDict[PartT, HeapEntry[PartT]] = OrderedDict()
+        self._tenants: dict[str, TenantQueue[PartT]] = {}
         self._idle = 0
+        self._items = 0
         self._work = 0
-        self._ring: Ring[ItemT] = []
-        self._ring_of_key: dict[str, Ring[ItemT]] = {}
+        self._ring: Ring[PartT] = []
+        self._ring_of_key: dict[str, Ring[PartT]] = {}
 
     def __len__(self) -> int:
-        return len(self._filed)
+        """Returns the number of waiting items."""
+        return self._items
 
-    def __iter__(self) -> Iterator[ItemT]:
-        """Yields all waiting items in order of arrival."""
+    def __iter__(self) -> Iterator[PartT]:
+        """Yields all waiting parts in order of arrival."""
         return iter(self._filed)
 
-    def __contains__(self, item: ItemT) -> bool:
-        return item in self._filed
+    def __contains__(self, part: PartT) -> bool:
+        return part in self._filed
 
     @property
     def is_full(self) -> bool:
         """True if there are enough waiting items, or enough waiting work, to fill a batch."""
-        return len(self._filed) >= self.max_items or self._work >= self.budget
+        return self._items >= self.max_items or self._work >= self.budget
 
     @property
     def tenants(self) -> int:
         return len(self._tenants)
 
-    def earliest(self) -> ItemT | None:
-        """Returns the item with the earliest deadline among tenants allowed to run ahead of turn.
+    def earliest(self) -> PartT | None:
+        """Returns the part with the earliest deadline among tenants allowed to run ahead of turn.
 
         Takes O(tenants).
         """
@@ -249,32 +261,44 @@ class BatchQueue(Generic[ItemT]):
         firsts = [entry for tenant in tenants if (entry := tenant.earliest()) is not None]
         return min(firsts)[2] if firsts else None
 
-    def firsts(self) -> list[ItemT]:
-        """Returns each tenant's next item. Takes O(tenants)."""
+    def firsts(self) -> list[PartT]:
+        """Returns each tenant's next part. Takes O(tenants)."""
         tenants = (tenant for tenant in self._tenants.values() if tenant.waiting)
         return [entry[2] for tenant in tenants if (entry := tenant.earliest()) is not None]
 
-    def add(self, item: ItemT) -> None:
-        self._file(item, next(self._arrivals))
+    def add(self, part: PartT) -> None:
+        self._file(part, next(self._arrivals))
 
-    def update(self, item: ItemT) -> None:
-        """Refiles `item` if its tenant or deadline has changed."""
-        entry = self._filed[item]
-        if (entry[0], entry[3].name) != (item.deadline_s, item.tenant):
-            self._file(item, entry[1])
+    def update(self, part: PartT) -> None:
+        """Refiles `part` if its tenant or deadline has changed."""
+        entry = self._filed[part]
+        if (entry[0], entry[3].name) != (part.deadline_s, part.tenant):
+            self._file(part, entry[1])
             self._count_removal(entry)
+            self._next_of_key(part.key)
 
-    def remove(self, item: ItemT) -> None:
-        """Removes `item` without charging for it."""
-        self._count_removal(self._filed.pop(item))
+    def remove(self, part: PartT) -> None:
+        """Removes `part` without charging for it."""
+        self._count_removal(self._filed.pop(part))
+        self._next_of_key(part.key)
 
-    def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
-        """Removes unwanted items and refiles the others."""
-        for item in list(self._filed):
-            if is_wanted(item):
-                self.update(item)
+    def cut(self, part: PartT, start: int, stop: int) -> PartT:
+        """Removes some of a waiting part's items, but not all, without charging for them."""
+        tenant = self._filed[part][3]
+        some = part.cut(start, stop)
+        tenant.waiting -= len(some.lengths)
+        tenant.work -= some.length
+        self._items -= len(some.lengths)
+        self._work -= some.length
+        return some
+
+    def discard_unwanted(self, is_wanted: Callable[[PartT], bool]) -> None:
+        """Removes unwanted parts and refiles the others."""
+        for part in list(self._filed):
+            if is_wanted(part):
+                self.update(part)
             else:
-                self.remove(item)
+                self.remove(part)
 
     def take(
         self,
@@ -282,9 +306,9 @@ class BatchQueue(Generic[ItemT]):
         *,
         room: float = inf,
         spare: float = inf,
-        is_wanted: Callable[[ItemT], bool] = always,
-        first: ItemT | None = None,
-    ) -> list[ItemT]:
+        is_wanted: Callable[[PartT], bool] = always,
+        first: PartT | None = None,
+    ) -> list[PartT]:
         """Removes and returns the next batch, of at most `at_most` items.
 
         Empty if no items are waiting.
@@ -294,8 +318,8 @@ class BatchQueue(Generic[ItemT]):
             room: maximum work in addition to the first item's. The budget applies as well.
             spare: how much work may be added after the last item of a tenant whose items are all
                 included.
-            is_wanted: unwanted items are removed without charging for them.
-            first: the item to start with, in place of the next tenant's first item.
+            is_wanted: unwanted parts are removed without charging for them.
+            first: the part to start with, in place of the next tenant's first part.
         """
         if first is not None and not is_wanted(first):
             self.remove(first)
@@ -303,10 +327,10 @@ class BatchQueue(Generic[ItemT]):
         leader = first if first is not None else self._lead(is_wanted)
         if leader is None:
             return []
-        entry = self._filed[leader]
-        self._charge(entry)
-        batch, work = [leader], leader.length
-        done = 0 if entry[3].waiting else work
+        tenant = self._filed[leader][3]
+        batch = [self._take_items(leader, 1)]
+        work = batch[0].length
+        done = 0 if tenant.waiting else work
         at_most, room = min(at_most, self.max_items), min(room, self.budget) - work
         self._extend(batch, at_most, room, spare, is_wanted, done)
         return batch
@@ -317,25 +341,26 @@ class BatchQueue(Generic[ItemT]):
         room: float,
         *,
         key: str | None = None,
-        is_wanted: Callable[[ItemT], bool] = always,
-        may_take: Callable[[ItemT], bool] = always,
-        room_of: Callable[[ItemT], float] | None = None,
-    ) -> list[ItemT]:
+        is_wanted: Callable[[PartT], bool] = always,
+        may_take: Callable[[PartT], bool] = always,
+        room_of: Callable[[PartT], float] | None = None,
+    ) -> list[PartT]:
         """Removes and returns items for a running batch, in strict turn order.
 
-        Stops at the first item that does not fit, so that no other items overtake it.
+        Stops at the first item that does not fit, so that no other items overtake it. Each item
+        becomes a separate part.
 
         Args:
             at_most: maximum number of items.
             room: maximum work, or the unit measured by `room_of`.
             key: the running batch's key. None means any key, in which case all items must have the
                 same key as the first item.
-            is_wanted: unwanted items are removed without charging for them.
-            may_take: if it returns False for a tenant's next item, the tenant loses its turn but
-                keeps the item.
-            room_of: returns the room that an item takes up. None means the item's work.
+            is_wanted: unwanted parts are removed without charging for them.
+            may_take: if it returns False for a tenant's next part, the tenant loses its turn but
+                keeps the part.
+            room_of: returns the room that a part's first item takes up. None means the item's work.
         """
-        admitted: list[ItemT] = []
+        admitted: list[PartT] = []
         while len(admitted) < at_most:
             leader = self._lead(is_wanted)
             if leader is not None and not may_take(leader):
@@ -343,35 +368,34 @@ class BatchQueue(Generic[ItemT]):
             if leader is None:
                 break
             key = leader.key if key is None else key
-            takes = leader.length if room_of is None else room_of(leader)
+            takes = leader.lengths[0] if room_of is None else room_of(leader)
             if leader.key != key or takes > room:
                 break
-            self._charge(self._filed[leader])
-            admitted.append(leader)
+            admitted.append(self._take_items(leader, 1))
             room -= takes
         return admitted
 
     def fill(
-        self, batch: list[ItemT], room: float, is_wanted: Callable[[ItemT], bool] = always
+        self, batch: list[PartT], room: float, is_wanted: Callable[[PartT], bool] = always
     ) -> None:
         """Adds items with the same key to another queue's `batch`, up to `room` total work."""
         self._advance()
         self._extend(batch, self.max_items, room, inf, is_wanted, 0)
 
-    def _lead(self, is_wanted: Callable[[ItemT], bool]) -> ItemT | None:
-        """Returns the first item of the tenant whose turn it is."""
+    def _lead(self, is_wanted: Callable[[PartT], bool]) -> PartT | None:
+        """Returns the first part of the tenant whose turn it is."""
         while (tenant := self._advance()) is not None:
             entry = tenant.earliest()
-            assert entry is not None, "a tenant with items has no first item; this is a bug"
+            assert entry is not None, "a tenant with items has no first part; this is a bug"
             if is_wanted(entry[2]):
                 return entry[2]
             self.remove(entry[2])
         return None
 
     def _next_permitted(
-        self, is_wanted: Callable[[ItemT], bool], may_take: Callable[[ItemT], bool]
-    ) -> ItemT | None:
-        """Returns the first permitted item in turn order. Takes O(tenants log tenants)."""
+        self, is_wanted: Callable[[PartT], bool], may_take: Callable[[PartT], bool]
+    ) -> PartT | None:
+        """Returns the first permitted part in turn order. Takes O(tenants log tenants)."""
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
         for tenant in sorted(waiting, key=lambda candidate: candidate.next_round):
             while (entry := tenant.earliest() if tenant.waiting else None) is not None:
@@ -389,11 +413,11 @@ class BatchQueue(Generic[ItemT]):
 
     def _extend(
         self,
-        batch: list[ItemT],
+        batch: list[PartT],
         at_most: int,
         room: float,
         spare: float,
-        is_wanted: Callable[[ItemT], bool],
+        is_wanted: Callable[[PartT], bool],
         done: int,
     ) -> None:
         """Adds items with the batch's key in turn order, up to the first one that doesn't fit.
@@ -403,36 +427,61 @@ class BatchQueue(Generic[ItemT]):
         """
         key, total = batch[0].key, batch[0].length
         room += total
-        while len(batch) < at_most and (entry := self._next_of_key(key)) is not None:
-            _, _, item, tenant = entry
-            if not is_wanted(item):
-                self.remove(item)
+        slots = at_most - sum(len(part.lengths) for part in batch)
+        while slots > 0 and (entry := self._next_of_key(key)) is not None:
+            _, _, part, tenant = entry
+            if not is_wanted(part):
+                self.remove(part)
                 continue
-            longer = total + item.length
-            if longer > room or not self._may_run(tenant):
+            beside = done + max(spare, done) if done else room
+            count = self._count_fitting(part, tenant, slots, room - total, beside - total)
+            if not count:
                 break
-            if done and tenant.work > self.budget and longer - done > max(spare, done):
-                break
-            self._charge(entry)
-            batch.append(item)
-            total = longer
+            batch.append(self._take_items(part, count))
+            slots -= count
+            total += batch[-1].length
             if not tenant.waiting:
                 done = total
         self._next_of_key(key)  # forgets the key if it has no items left
 
-    def _file(self, item: ItemT, arrival: int) -> None:
-        tenant = self._tenants.get(item.tenant)
+    def _count_fitting(
+        self, part: PartT, tenant: TenantQueue[PartT], at_most: int, room: float, beside: float
+    ) -> int:
+        """Returns how many of the part's first items fit before the next tenant's turn.
+
+        `beside` is the room while the tenant has more than a batch of work waiting.
+        """
+        if not self._may_run(tenant):
+            return 0
+        ring = self._ring_of_key[part.key]
+        last_round = min(
+            ring[0][0] if len(ring) > 1 else inf, self._round + self.budget / tenant.quantum
+        )
+        turn_work = (last_round - tenant.spent) * tenant.quantum
+        long_work = tenant.work - self.budget
+        count = work = 0
+        for length in part.lengths[:at_most]:
+            limit = min(room, beside) if work < long_work else room
+            if work + length > limit or (count and work >= turn_work):
+                break
+            work += length
+            count += 1
+        return count
+
+    def _file(self, part: PartT, arrival: int) -> None:
+        tenant = self._tenants.get(part.tenant)
         if tenant is None or not tenant.waiting:
-            tenant = self._queue_of(item.tenant)
-        tenant.quantum = self._quantum * item.weight
-        entry = item.deadline_s, arrival, item, tenant
-        self._filed[item] = entry
-        self._work += item.length
+            tenant = self._queue_of(part.tenant)
+        tenant.quantum = self._quantum * part.weight
+        entry = part.deadline_s, arrival, part, tenant
+        self._filed[part] = entry
+        self._items += len(part.lengths)
+        self._work += part.length
         if tenant.add(entry):
-            ring = self._ring_of_key.setdefault(item.key, [])
+            ring = self._ring_of_key.setdefault(part.key, [])
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
 
-    def _queue_of(self, name: str) -> TenantQueue[ItemT]:
+    def _queue_of(self, name: str) -> TenantQueue[PartT]:
         """Returns a queue for tenant `name`, which has no items waiting.
 
         The tenant's turn comes in the next round, or once its debt is paid.
@@ -448,24 +497,26 @@ class BatchQueue(Generic[ItemT]):
         heappush(self._ring, (tenant.next_round, next(self._turns), tenant))
         return tenant
 
-    def _charge(self, entry: HeapEntry[ItemT]) -> None:
-        """Takes an item out of the queue and charges its tenant."""
-        _, _, item, tenant = entry
-        del self._filed[item]
-        self._work -= item.length
-        tenant.spent += item.length / tenant.quantum
+    def _take_items(self, part: PartT, count: int) -> PartT:
+        """Takes a part's first `count` items out of the queue and charges its tenant."""
+        tenant = self._filed[part][3]
+        if count < len(part.lengths):
+            taken = self.cut(part, 0, count)
+        else:
+            taken = part
+            self._count_removal(self._filed.pop(part))
+        tenant.spent += taken.length / tenant.quantum
+        return taken
+
+    def _count_removal(self, entry: HeapEntry[PartT]) -> None:
+        _, _, part, tenant = entry
+        self._items -= len(part.lengths)
+        self._work -= part.length
         tenant.count_removal(entry)
         if not tenant.waiting:
             self._count_idle()
 
-    def _count_removal(self, entry: HeapEntry[ItemT]) -> None:
-        self._work -= entry[2].length
-        entry[3].count_removal(entry)
-        if not entry[3].waiting:
-            self._count_idle()
-        self._next_of_key(entry[2].key)
-
-    def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
+    def _may_run(self, tenant: TenantQueue[PartT]) -> bool:
         """Returns whether the tenant has overdrawn its share by less than a batch."""
         return (tenant.spent - self._round) * tenant.quantum < self.budget
 
@@ -479,7 +530,7 @@ class BatchQueue(Generic[ItemT]):
             self._ring = [turn for turn in self._ring if turn[2].waiting]
             heapify(self._ring)
 
-    def _advance(self) -> TenantQueue[ItemT] | None:
+    def _advance(self) -> TenantQueue[PartT] | None:
         """Returns the tenant whose turn it is. The tenant's next round becomes the current one.
 
         Forgets earlier tenants with nothing waiting.
@@ -497,10 +548,10 @@ class BatchQueue(Generic[ItemT]):
                 self._idle -= 1
         return None
 
-    def _next_of_key(self, key: str) -> HeapEntry[ItemT] | None:
-        """Returns the first item with `key` from the tenant whose turn it is.
+    def _next_of_key(self, key: str) -> HeapEntry[PartT] | None:
+        """Returns the first part with `key` from the tenant whose turn it is.
 
-        Forgets the key if there is no such item.
+        Forgets the key if there is no such part.
         """
         ring = self._ring_of_key.get(key, [])
         while ring:

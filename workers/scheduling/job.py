@@ -282,6 +282,8 @@ class QueuedItem:
     """True if a model process has received the item, so that the queue time limit no longer
     applies.
     """
+    part: QueuedPart | None = None
+    """The part in which the item is waiting."""
     key: str = field(init=False)
     """The compatibility key. Only items with the same key share a batch."""
     length: int = field(init=False)
@@ -352,8 +354,9 @@ class QueuedItem:
     @property
     def may_wait_for_hours(self) -> bool:
         """True if no worker has to be started for it: `batch` priority, and not a prediction."""
-        return self.priority == "batch" and not any(
-            pulled.envelope.has_record for pulled, _ in self.waiters
+        return all(
+            pulled.envelope.priority == "batch" and not pulled.envelope.has_record
+            for pulled, _ in self.waiters
         )
 
     @property
@@ -432,3 +435,47 @@ class QueuedItem:
         if pulled.job.body.cache_write and item.cache_key:
             pulled.to_cache[item.cache_key] = item.index
             self.is_cached = True
+
+
+class QueuedPart:
+    """Items that wait in the queue together, because they have the same job and key.
+
+    An item with several waiters has a part to itself.
+    """
+
+    __slots__ = ("items", "key", "length", "lengths")
+
+    def __init__(self, items: list[QueuedItem]) -> None:
+        self.items = items
+        self.key = items[0].key
+        self.lengths = [queued.length for queued in items]
+        """Each item's part of the batch budget."""
+        self.length = sum(self.lengths)
+        for queued in items:
+            queued.part = self
+
+    @property
+    def tenant(self) -> str:
+        return self.items[0].tenant
+
+    @property
+    def weight(self) -> float:
+        return self.items[0].weight
+
+    @property
+    def deadline_s(self) -> float:
+        return self.items[0].deadline_s
+
+    def cut(self, start: int, stop: int) -> QueuedPart:
+        """Removes some of the items, but not all, and returns them as another part."""
+        some = QueuedPart(self.items[start:stop])
+        del self.items[start:stop]
+        del self.lengths[start:stop]
+        self.length -= some.length
+        return some
+
+    def release(self) -> list[QueuedItem]:
+        """Returns the items, which are no longer waiting."""
+        for queued in self.items:
+            queued.part = None
+        return self.items

@@ -42,7 +42,7 @@ from math import inf
 from typing import Protocol, TypeVar
 
 from workers.scheduling.batch_queue import BatchQueue, always
-from workers.scheduling.job import QueuedItem
+from workers.scheduling.job import QueuedItem, QueuedPart
 from workers.scheduling.tenant_shares import TenantShares
 
 FADE = 0.9
@@ -288,8 +288,8 @@ class PriorityQueue:
         self._held_up: set[str] = set()
         """Tenants that may take nothing until one of their items finishes or a new item arrives."""
         self._full_budget = budget
-        self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
-        self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
+        self._interactive: BatchQueue[QueuedPart] = BatchQueue(budget, max_items)
+        self._batch: BatchQueue[QueuedPart] = BatchQueue(budget, max_items)
         self._queues = (self._interactive, self._batch)
         self._policy = BatchPriorityPolicy()
         self._suspects: deque[list[QueuedItem]] = deque()
@@ -303,7 +303,8 @@ class PriorityQueue:
         return len(self._interactive) + len(self._batch) + suspects - held_up
 
     def __iter__(self) -> Iterator[QueuedItem]:
-        return chain(self._interactive, self._batch, *self._suspects)
+        waiting = (part.items for queue in self._queues for part in queue)
+        return chain.from_iterable(chain(waiting, self._suspects))
 
     @property
     def running(self) -> list[list[QueuedItem]]:
@@ -329,29 +330,39 @@ class PriorityQueue:
     def oldest_s(self) -> float:
         """Returns when the oldest item that may be taken was queued, in Unix seconds."""
         suspects = self._suspects[0] if self._suspects and not self._a_suspect_runs else ()
-        firsts = (next(iter(queue)) for queue in self._queues if len(queue))
+        firsts = (next(iter(queue)).items[0] for queue in self._queues if len(queue))
         return min(queued.queued_at_s for queued in chain(firsts, suspects))
 
-    def add(self, queued: QueuedItem) -> None:
-        """Adds an item to the queue for its priority, or to the suspects."""
+    def add(self, *items: QueuedItem) -> None:
+        """Queues items with the same waiters and key for their priority, or with the suspects.
+
+        If there is more than one item, they have only one waiter.
+        """
+        first = items[0]
         self._held_up.clear()
         if self._shares is not None:
-            self._shares.record_arrival(queued.tenant, queued.queued_at_s)
-        if queued.is_suspect:
-            self._suspects.append([queued])
+            self._shares.record_arrival(first.tenant, first.queued_at_s)
+        if first.is_suspect:
+            self._suspects.extend([queued] for queued in items)
             return
-        if queued.priority != "batch":
-            self._policy.observe_interactive(queued.queued_at_s)
-        self._queue_of(queued).add(queued)
+        if first.priority != "batch":
+            self._policy.observe_interactive(first.queued_at_s)
+        self._queue_of(first).add(QueuedPart(list(items)))
 
     def update(self, queued: QueuedItem) -> None:
         """Moves an item whose waiters have changed to the queue for its current priority."""
-        queue = next((queue for queue in self._queues if queued in queue), None)
-        if queue is not None and queue is not self._queue_of(queued):
-            queue.remove(queued)
-            self._queue_of(queued).add(queued)
-        elif queue is not None:
-            queue.update(queued)
+        part = queued.part
+        if part is None:
+            return
+        queue, destination = next(q for q in self._queues if part in q), self._queue_of(queued)
+        if len(part.items) > 1:
+            at = part.items.index(queued)
+            destination.add(queue.cut(part, at, at + 1))
+        elif queue is not destination:
+            queue.remove(part)
+            destination.add(part)
+        else:
+            queue.update(part)
 
     def take(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
@@ -369,7 +380,7 @@ class PriorityQueue:
             batch = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
         else:
             self._suspect_turn = True
-            batch = self._choose(processes, is_wanted, now_s)
+            batch = _items_of(self._choose(processes, _filter_for_parts(is_wanted), now_s))
         if batch:
             self._running.append(batch)
         return batch
@@ -397,7 +408,9 @@ class PriorityQueue:
         if takes_suspects and not inside:
             admitted = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
         elif not takes_suspects and not any(queued.is_suspect for queued in inside):
-            admitted = self._admit_by_priority(inside, processes, is_wanted, now_s)
+            admitted = self._admit_by_priority(
+                inside, processes, _filter_for_parts(is_wanted), now_s
+            )
         self._running += [[queued] for queued in admitted]
         return admitted
 
@@ -421,7 +434,7 @@ class PriorityQueue:
 
         chosen = (
             to_preempt(first, inside, part_of, partial(fits, first))
-            for first in queue.firsts()
+            for first in (part.items[0] for part in queue.firsts())
             if is_wanted(first)
         )
         return next((items for items in chosen if items), [])
@@ -430,7 +443,7 @@ class PriorityQueue:
         self,
         inside: Collection[QueuedItem],
         processes: int,
-        is_wanted: Callable[[QueuedItem], bool],
+        is_wanted: Callable[[QueuedPart], bool],
         now_s: float,
     ) -> list[QueuedItem]:
         """Admits interactive items first.
@@ -450,15 +463,15 @@ class PriorityQueue:
             self._policy.observe_turn(_work(batch), has_delayed=has_delayed, is_urgent=False)
         return admitted + batch
 
-    def _slot_limit(self, slots: int, now_s: float) -> Callable[[QueuedItem], bool]:
-        """Returns a function that lets an item take one of `slots` and counts it, or declines."""
+    def _slot_limit(self, slots: int, now_s: float) -> Callable[[QueuedPart], bool]:
+        """Returns a function that lets a part's first item take one of `slots`, or declines."""
         shares = self._shares
         if shares is None:
             return always
         held = Counter(queued.tenant for batch in self._running for queued in batch)
 
-        def may_take(queued: QueuedItem) -> bool:
-            tenant = queued.tenant
+        def may_take(part: QueuedPart) -> bool:
+            tenant = part.tenant
             if not shares.may_take(tenant, held[tenant], slots, now_s):
                 self._held_up.add(tenant)
                 return False
@@ -469,11 +482,11 @@ class PriorityQueue:
 
     def _take_turns(
         self,
-        queue: BatchQueue[QueuedItem],
+        queue: BatchQueue[QueuedPart],
         batch: Sequence[QueuedItem],
         at_most: int,
-        is_wanted: Callable[[QueuedItem], bool],
-        may_take: Callable[[QueuedItem], bool],
+        is_wanted: Callable[[QueuedPart], bool],
+        may_take: Callable[[QueuedPart], bool],
     ) -> list[QueuedItem]:
         """Returns items from `queue` to add to the items already in the process.
 
@@ -482,20 +495,22 @@ class PriorityQueue:
         """
         admitted: list[QueuedItem] = []
         if not batch:
-            admitted = queue.take_in_turn(
-                min(1, at_most), inf, is_wanted=is_wanted, may_take=may_take
+            admitted = _items_of(
+                queue.take_in_turn(min(1, at_most), inf, is_wanted=is_wanted, may_take=may_take)
             )
             if not admitted:
                 return []
         key, used_work = (batch or admitted)[0].key, self._room_taken([*batch, *admitted])
         at_most -= len(admitted)
-        return admitted + queue.take_in_turn(
-            at_most,
-            queue.budget - used_work,
-            key=key,
-            is_wanted=is_wanted,
-            may_take=may_take,
-            room_of=_room_of,
+        return admitted + _items_of(
+            queue.take_in_turn(
+                at_most,
+                queue.budget - used_work,
+                key=key,
+                is_wanted=is_wanted,
+                may_take=may_take,
+                room_of=lambda part: _room_of(part.items[0]),
+            )
         )
 
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
@@ -523,14 +538,14 @@ class PriorityQueue:
             at_most = min(at_most, max(1, int(queue.max_items * BATCH_SLOTS_SHARE)) - within)
         if len(self._interactive):
             first = queue.earliest()
-            owed = first is not None and self._policy.is_owed(first.length, queue.budget)
+            owed = first is not None and self._policy.is_owed(first.lengths[0], queue.budget)
             at_most = min(at_most, int(owed))
         return at_most
 
     def _choose(
-        self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
-    ) -> list[QueuedItem]:
-        """Returns a batch with items of one or both priorities."""
+        self, processes: int, is_wanted: Callable[[QueuedPart], bool], now_s: float
+    ) -> list[QueuedPart]:
+        """Returns a batch with items of one or both priorities, as parts."""
         if not len(self._batch):
             return self._take_interactive(processes, is_wanted)
         urgent, budget = None, self._batch.budget
@@ -538,7 +553,7 @@ class PriorityQueue:
             first = self._batch.earliest()
             if first is not None and self._policy.is_urgent(now_s, first.deadline_s, budget):
                 urgent = first
-            elif not self._policy.is_owed(budget if first is None else first.length, budget):
+            elif not self._policy.is_owed(budget if first is None else first.lengths[0], budget):
                 batch = self._take_interactive(processes, is_wanted)
                 self._fill(batch, is_wanted)
                 return batch
@@ -556,13 +571,13 @@ class PriorityQueue:
         return batch
 
     def _take_interactive(
-        self, processes: int, is_wanted: Callable[[QueuedItem], bool]
-    ) -> list[QueuedItem]:
+        self, processes: int, is_wanted: Callable[[QueuedPart], bool]
+    ) -> list[QueuedPart]:
         at_most = self._share(processes, self._interactive)
         spare = self._policy.fill_work
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
-    def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
+    def _fill(self, batch: list[QueuedPart], is_wanted: Callable[[QueuedPart], bool]) -> None:
         """Adds `batch` priority items to an interactive batch if doing so costs next to nothing."""
         if not batch:
             return
@@ -571,12 +586,12 @@ class PriorityQueue:
         self._batch.fill(batch, room, is_wanted)
         self._policy.observe_interactive_batch(interactive, _work(batch) - interactive)
 
-    def _share(self, processes: int, queue: BatchQueue[QueuedItem]) -> int:
+    def _share(self, processes: int, queue: BatchQueue[QueuedPart]) -> int:
         """Returns how many waiting and running items in `queue` one process may take."""
         running = sum(len(batch) for batch in self._running if self._queue_of(batch[0]) is queue)
         return -(-(len(queue) + running) // processes)
 
-    def _queue_of(self, queued: QueuedItem) -> BatchQueue[QueuedItem]:
+    def _queue_of(self, queued: QueuedItem) -> BatchQueue[QueuedPart]:
         return self._batch if queued.priority == "batch" else self._interactive
 
     def batch_ended(self, batch: list[QueuedItem]) -> None:
@@ -602,9 +617,10 @@ class PriorityQueue:
 
     def discard_unwanted(self, is_wanted: Callable[[QueuedItem], bool]) -> None:
         for queue in self._queues:
-            queue.discard_unwanted(is_wanted)
-        for queued in [item for item in self._interactive if item.priority == "batch"]:
-            self.update(queued)  # the interactive waiters are gone
+            queue.discard_unwanted(_filter_for_parts(is_wanted))
+        for first in [part.items[0] for part in self._interactive]:
+            if first.priority == "batch":  # the interactive waiters are gone
+                self.update(first)
         groups = ([queued for queued in group if is_wanted(queued)] for group in self._suspects)
         self._suspects = deque(group for group in groups if group)
 
@@ -630,5 +646,22 @@ def _room_of(queued: QueuedItem) -> int:
     return queued.prepared.room or queued.prepared.length
 
 
-def _work(batch: Iterable[QueuedItem]) -> int:
-    return sum(queued.length for queued in batch)
+def _work(batch: Iterable[QueuedItem | QueuedPart]) -> int:
+    return sum(entry.length for entry in batch)
+
+
+def _items_of(parts: Iterable[QueuedPart]) -> list[QueuedItem]:
+    return [queued for part in parts for queued in part.release()]
+
+
+def _filter_for_parts(is_wanted: Callable[[QueuedItem], bool]) -> Callable[[QueuedPart], bool]:
+    """Returns a function that tests all of a part's items."""
+
+    def are_wanted(part: QueuedPart) -> bool:
+        if is_wanted(part.items[0]):  # the others have the same waiter
+            return True
+        for queued in part.release()[1:]:
+            is_wanted(queued)
+        return False
+
+    return are_wanted
