@@ -215,6 +215,26 @@ def test_jobs_of_a_killed_worker_are_answered_when_their_leases_end() -> None:
     assert [sample.replicas for sample in killed.recorder.samples][-1] == 1
 
 
+def test_deadlines_are_kept_in_any_order() -> None:
+    flow = {"steps": ["model"], "arrivals": [{"kind": "constant", "per_s": 0.1}], "deadline_s": 3}
+    result = simulate(
+        scenario(
+            entry={"replicas": {"min": 1, "max": 1}},
+            load={
+                "arrivals": [{"kind": "constant", "per_s": 0.1}],
+                "seconds_per_item": 2.0,
+                "spread": "exponential",
+                "start_replicas": 1,
+            },
+            flows={"flow": flow},
+            duration_s=2000,
+        )
+    )
+    answers_s = result.recorder.runs["flow"].answer_s
+    assert len(answers_s) > 50
+    assert max(answers_s) <= 3 + 1e-9
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_the_autoscaler_keeps_what_an_operator_sets(count: int) -> None:
     event = {"kind": "set_replicas", "at_s": 100, "model": "model", "count": count}

@@ -9,6 +9,8 @@ leaves at the next change.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -338,31 +340,36 @@ class Service:
         """Jobs that have been published but have not reached a worker."""
         self._open: list[SimulatedWorker] = []
         self._idle: dict[SimulatedWorker, None] = {}
-        self._deadlines: deque[SimulatedJob] = deque()
+        self._deadlines: list[tuple[float, int, SimulatedJob]] = []
+        """A heap of the jobs, by deadline and order of arrival."""
+        self._numbers = itertools.count()
         kind = WholeBatches if load.steps is None else SteppedBatches
         self._work = kind(env, model, load, chance, self._handle_end)
-        self._has_jobs: simpy.Event | None = None
+        self._has_earlier: simpy.Event | None = None
+        """Triggered when a job has an earlier deadline than all others."""
         env.process(self._expire())
 
     # Requests
 
     def publish(self, job: SimulatedJob) -> None:
-        self._deadlines.append(job)
-        if self._has_jobs is not None:
-            self._has_jobs.succeed()
-            self._has_jobs = None
+        heapq.heappush(self._deadlines, (job.deadline_s, next(self._numbers), job))
+        if self._has_earlier is not None and self._deadlines[0][2] is job:
+            self._has_earlier.succeed()
+            self._has_earlier = None
         self._deliver(job)
 
     def _expire(self) -> Steps:
-        """Expires jobs at their deadline, wherever they are. Deadlines are in order of arrival."""
+        """Expires jobs at their deadline, wherever they are."""
         while True:
             if not self._deadlines:
-                self._has_jobs = self._env.event()
-                yield self._has_jobs
-            job = self._deadlines[0]
+                self._has_earlier = self._env.event()
+                yield self._has_earlier
+            job = self._deadlines[0][2]
             if not job.has_ended and job.deadline_s > self._env.now:
-                yield self._env.timeout(job.deadline_s - self._env.now)
-            self._deadlines.popleft()
+                self._has_earlier = self._env.event()
+                yield self._has_earlier | self._env.timeout(job.deadline_s - self._env.now)
+                continue
+            heapq.heappop(self._deadlines)
             if not job.has_ended:
                 job.site.gave_up(job, self._env.now)
                 self.end(job, RequestEnd.EXPIRED)
@@ -380,13 +387,13 @@ class Service:
 
     def lose_requests(self, site: ApiSite) -> None:
         """Ends all requests in a region's API."""
-        for job in self._deadlines:
+        for _, _, job in sorted(self._deadlines):
             if job.site is site and not job.has_ended:
                 site.record_lost(job)
                 self.end(job, RequestEnd.LOST)
 
     def open_jobs(self) -> int:
-        return sum(not job.has_ended for job in self._deadlines)
+        return sum(not job.has_ended for _, _, job in self._deadlines)
 
     # Delivery
 

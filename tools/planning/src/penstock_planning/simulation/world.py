@@ -557,8 +557,8 @@ class World:
                 record.arrived += 1
                 site = self._site(flow.steps[0])
                 if site is not None:
-                    limit_s = self.env.now + flow.deadline_s - self.scenario.api.trip_s
-                    run = SimulatedRun(flow, record, self.env.now, limit_s, site.region, sites)
+                    deadline_s = self.env.now + flow.deadline_s - self.scenario.api.trip_s
+                    run = SimulatedRun(flow, record, self.env.now, deadline_s, site.region, sites)
                     self._publish_step(run, 0)
 
     def _publish_step(self, run: SimulatedRun, step: int) -> None:
