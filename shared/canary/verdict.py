@@ -30,6 +30,8 @@ OUTSIDE_RATIO = 0.01
 """Fraction of compared results that may be outside the tolerance because of rounding."""
 STEP = 1.1
 """Ratio between the lower bounds of consecutive bins in a histogram of times."""
+NEGLIGIBLE = 1e-18
+"""A share of a sum below which a term is left out, along with smaller ones."""
 _FIRST_S = 0.001
 
 
@@ -121,17 +123,20 @@ def tail(seen: int, of: int, ratio: float) -> float:
     if ratio <= 0:
         return 0.0
     logs = (math.log(ratio), math.log1p(-ratio))
-    ways = math.lgamma(of + 1)
-    return sum(
-        math.exp(
+    ways, total = math.lgamma(of + 1), 0.0
+    for count in range(seen, of + 1):
+        share = math.exp(
             ways
             - math.lgamma(count + 1)
             - math.lgamma(of - count + 1)
             + count * logs[0]
             + (of - count) * logs[1]
         )
-        for count in range(seen, of + 1)
-    )
+        total += share
+        # Beyond the expected number of hits, each term is smaller than the one before.
+        if count > ratio * of and share <= NEGLIGIBLE * total:
+            break
+    return total
 
 
 def _is_bad(seen: int, of: int, ratio: float) -> bool:

@@ -1,5 +1,6 @@
 """The verdict on its own: when a canary is rolled back, and how rarely that is wrong."""
 
+import math
 import random
 
 import pytest
@@ -42,6 +43,16 @@ def test_tail_is_that_of_the_binomial_distribution(
     assert tail(seen, of, ratio) == pytest.approx(
         binom.sf(seen - 1, of, ratio), rel=1e-6, abs=1e-12
     )
+
+
+def test_tail_of_very_many_items_takes_no_longer() -> None:
+    mean, seen = 10_000.0, 10_400
+    poisson = sum(
+        math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        for count in range(seen, 2 * seen)
+    )
+    assert tail(seen, 10**12, mean / 10**12) == pytest.approx(poisson, rel=1e-2)
+    assert tail(10**12, 10**12, 0.5) == 0.0
 
 
 @given(st.floats(0.001, 1e5))
