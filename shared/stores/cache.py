@@ -302,9 +302,11 @@ class ResultCache(RedisStore):
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
 
     async def __aexit__(self, *exc: object) -> None:
-        if marking := set(self._mark_tasks.values()):
-            await asyncio.wait(marking, timeout=CLOSE_LIMIT_S)
-        await super().__aexit__(*exc)
+        try:
+            if marking := set(self._mark_tasks.values()):
+                await asyncio.wait(marking, timeout=CLOSE_LIMIT_S)
+        finally:
+            await super().__aexit__(*exc)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the cached results. Never raises.
@@ -320,9 +322,8 @@ class ResultCache(RedisStore):
             await asyncio.wait(marking)
         hits = self._in_memory(keys)
         if missing := [key for key in keys if key not in hits]:
-            if from_redis := await self._from_redis(missing):
-                _IN_REDIS.inc(len(from_redis))
-                hits |= from_redis
+            from_redis = await self._from_redis(missing)
+            hits |= from_redis
             MISSES.inc(len(missing) - len(from_redis))
         return hits
 
@@ -353,11 +354,13 @@ class ResultCache(RedisStore):
         now_s = self._clock()
         if values is None:
             list_in_memory = ((key, self._memory.get(key, now_s)) for key in keys)
-            return {
+            hits = {
                 key: Hit(cached.entry.result, "memory")
                 for key, cached in list_in_memory
                 if cached is not None and cached.state == "unknown"
             }
+            _IN_MEMORY.inc(len(hits))
+            return hits
         entries, marked = dict[str, _Kept](), dict[str, _Kept]()
         for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
             cached = self._decode_kept(value, now_s) or self._memory.get(key, now_s)
@@ -372,6 +375,7 @@ class ResultCache(RedisStore):
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
         for key, cached in entries.items():
             self._memory.put(key, cached._replace(state="paid"))
+        _IN_REDIS.inc(len(entries))
         return {
             key: Hit(cached.entry.result, "redis", owed.get(key)) for key, cached in entries.items()
         }

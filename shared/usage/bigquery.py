@@ -239,8 +239,13 @@ class Spool:
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)
-            # Another process may have deleted the empty file before we locked it.
-            if _lock(fd) and os.fstat(fd).st_nlink:
+            try:
+                # Another process may have deleted the empty file before we locked it.
+                is_ours = _lock(fd) and os.fstat(fd).st_nlink
+            except OSError:
+                os.close(fd)
+                raise
+            if is_ours:
                 return Segment(path, fd)
             os.close(fd)
         raise OSError(errno.EAGAIN, "another process took the new segments")
@@ -281,10 +286,10 @@ class Spool:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
-        if not _lock(fd) or not os.fstat(fd).st_nlink:
-            os.close(fd)
-            return None
         try:
+            if not _lock(fd) or not os.fstat(fd).st_nlink:
+                os.close(fd)
+                return None
             with open(fd, "rb", closefd=False) as file:
                 data = file.read()
         except OSError:
@@ -469,8 +474,9 @@ class BigQuerySender:
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]
         if older:
+            missing = next(reason for _, reason in refused if NO_FIELD in reason)
             log.warning(
-                "the table is missing columns", extra={"rows": len(older), "reason": refused[0][1]}
+                "the table is missing columns", extra={"rows": len(older), "reason": missing}
             )
             wrong = [(row, reason) for row, reason in refused if NO_FIELD not in reason]
             still_wrong = self._insert(older, ignore_unknown_values=True)

@@ -584,8 +584,8 @@ class RowWriter:
         for attempt in attempts:
             self._wait_for(attempt)
         for attempt in attempts:
-            self._spool.reject(attempt.refused)
-            if attempt.error is None:
+            if attempt.error is None:  # otherwise, the refused rows are sent again too
+                self._spool.reject(attempt.refused)
                 self._journal.mark_sent(attempt.batch)
         failed = [attempt for attempt in attempts if attempt.error is not None]
         for attempt in reversed(failed):  # keeps their order

@@ -11,6 +11,7 @@ from shared.models.blob import Blob
 from shared.models.tasks.embedding import EmbeddingResult
 from shared.models.tasks.image import ImageResult
 from shared.stores.cache import VALUE_LIMIT_BYTES, Hit, Owed, ResultCache
+from shared.stores.redis_client import NO_REDIS
 from tests.clock import Clock
 from tests.limits import WAIT_LIMIT_S
 from tests.metrics import metric
@@ -235,11 +236,20 @@ async def test_unreadable_entry_is_a_miss(redis_url: str) -> None:
         assert metric("penstock_cache_unreadable_total") - before == 2
 
 
-async def test_counters_tell_levels_apart(redis_url: str) -> None:
-    def counts() -> tuple[float, ...]:
-        hits = [metric("penstock_cache_hits_total", level=level) for level in ("memory", "redis")]
-        return (*hits, metric("penstock_cache_misses_total"))
+def counts() -> tuple[float, ...]:
+    hits = [metric("penstock_cache_hits_total", level=level) for level in ("memory", "redis")]
+    return (*hits, metric("penstock_cache_misses_total"))
 
+
+async def test_hits_without_redis_are_counted_as_those_of_memory() -> None:
+    async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
+        await cache.put_many({"a": vector()}, ttl_s=60)
+        before = counts()
+        assert [hit.level for hit in (await cache.get_many(["a", "x"])).values()] == ["memory"]
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 0, 1]
+
+
+async def test_counters_tell_levels_apart(redis_url: str) -> None:
     async with (
         ResultCache(redis_url, BIG_MEMORY) as writer,
         ResultCache(redis_url, BIG_MEMORY) as reader,

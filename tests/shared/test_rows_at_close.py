@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shared.errors import Unavailable
 from shared.usage.bigquery import RowLine, Segment, Spool
-from shared.usage.writer import Journal, RowWriter
+from shared.usage.writer import BATCH_ROWS, Journal, RowWriter
 from tests.limits import WAIT_LIMIT_S
 from tests.shared.embedded_bigquery import row
 
@@ -83,6 +84,31 @@ class KeptRows:
     def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
         self.rows += rows
         return []
+
+
+class FailingOnce(KeptRows):
+    """Rejects the first row it receives, and fails once, on the second request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = 0
+
+    def send(self, rows: Sequence[RowLine]) -> list[tuple[RowLine, str]]:
+        self.requests += 1
+        if self.requests == 2:
+            raise Unavailable("not now")
+        self.rows += rows
+        return [(rows[0], "no")] if rows[0] == self.rows[0] else []
+
+
+@pytest.mark.anyio
+async def test_rejected_rows_are_kept_once_though_their_batch_is_sent_twice(tmp_path: Path) -> None:
+    sender = FailingOnce()
+    async with RowWriter(sender, spool_dir=tmp_path / "spool") as rows:
+        rows.write(*map(row, range(BATCH_ROWS + 1)))
+        assert await rows.flush(WAIT_LIMIT_S)
+    assert sender.requests == 4
+    assert len((tmp_path / "spool" / "rejected.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.anyio
