@@ -130,7 +130,7 @@ def decode_document(document: bytes) -> Prediction:
     """Parses a document.
 
     Raises:
-        msgspec.MsgspecError: the data is not a prediction document.
+        MALFORMED (shared/errors.py): the data is not a prediction document.
     """
     return _decoder.decode(document)
 
@@ -166,7 +166,8 @@ def decode_end(data: bytes) -> tuple[Prediction, Record]:
     """Parses the result of `encode_end`.
 
     Raises:
-        msgspec.MsgspecError: the data has a different format.
+        MALFORMED (shared/errors.py): the data has a different format.
+        UndecodableMessage: its receipts have a different format.
     """
     end = msgspec.json.decode(data, type=_End)
     record = Record(

@@ -204,7 +204,7 @@ class FlowEngine:
         return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
-        """Republishes a job's failed items if they may be retried."""
+        """Republishes a job's failed items. The caller checks that they may be retried."""
         items = [item for item in job.body.items if item.index in indexes]
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
@@ -498,7 +498,7 @@ class FlowEngine:
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
         """Ends the record unless it has already ended or a caller canceled it first.
 
-        Returns whether this call ended it.
+        Returns whether this call ended it in that state.
         """
         finish = await self._records.finish(run_id, state, encode_reply_body(reply))
         is_ours = finish is not None and finish.is_ours

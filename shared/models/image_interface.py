@@ -93,8 +93,6 @@ def refuse_mode(mode: ImageMode, known: Collection[ImageMode]) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, BaseModel):
-        return value.model_dump_json()
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 

@@ -187,7 +187,10 @@ def day_after(month: date) -> date:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """Returns the invoice number, which is unique and unchanged if the invoice is recreated."""
+    """Returns the invoice number, which is unchanged if the invoice is recreated.
+
+    It has 32 bits of the tenant's digest, so two tenants are unlikely to share a number.
+    """
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 

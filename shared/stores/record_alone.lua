@@ -1,5 +1,4 @@
 -- Notes that a claimed job begins, or ends, to be the only one that its worker computes.
--- Follows record_states.lua.
 --
 -- KEYS: record
 -- ARGV: 1 if it begins, -1 if it ends

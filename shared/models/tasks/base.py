@@ -75,7 +75,7 @@ class StepInput(NamedTuple):
 
 
 class TaskResult(msgspec.Struct, omit_defaults=True):
-    """One item's result. Each task has one tagged subclass.
+    """One item's result. Each task has one or more tagged subclasses.
 
     The item is charged for the `tokens`, `pixel_steps`, or `work` field.
     """

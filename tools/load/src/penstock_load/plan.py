@@ -31,7 +31,7 @@ class DayOptions(NamedTuple):
     requests: int
     tenants: int
     models: tuple[str, ...]
-    """`NAME` or `NAME=SHARE`. None means all served models whose inputs can be generated."""
+    """`NAME` or `NAME=SHARE`. Empty means all served models whose inputs can be generated."""
     seed: int
     numbers: Mapping[str, float]
 

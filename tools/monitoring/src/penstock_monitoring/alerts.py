@@ -58,7 +58,7 @@ class Alert:
 
 
 def alerts(bounds: Bounds) -> list[Alert]:
-    """Returns all alerts, keyed by alert key. Their queries contain `bounds`."""
+    """Returns the alerts of all platforms, sorted by key. Their queries contain `bounds`."""
     of_objectives = [
         alert
         for objective in OBJECTIVES

@@ -82,7 +82,7 @@ def _describe(profile: DeviceProfile) -> str:
 def tokenizing_notes(
     profiles: Profiles, texts_per_s: Mapping[str, float], models: Sequence[Model]
 ) -> Iterator[str]:
-    """Yields models whose workers would receive more texts than one process can tokenize.
+    """Yields notes on models whose workers would receive more texts than one process can tokenize.
 
     Args:
         texts_per_s: texts per second for each worker, by model name.

@@ -230,8 +230,7 @@ def make_plan(
 
     Raises:
         ConfigurationError: the rates, variables, and catalog are inconsistent. The message names
-            the
-        field.
+            the field.
     """
     for group in catalog.worker_groups:
         check_gpu_memory(group, gpus)
@@ -407,7 +406,7 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
 
 
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
-    """Yields models for which a region's autoscaler needs more than replicas.max workers."""
+    """Returns the models for which a region's autoscaler needs more than replicas.max workers."""
     replicas: dict[str, tuple[int, int]] = {}
     for members in (members for site in sites for members in once(site.workers)):
         name = f"workers.{members.group.name}" if members.group.is_shared else members.model.name
@@ -474,7 +473,7 @@ def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]
 
 
 def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
-    """Yields notes on the effects of a distant broker."""
+    """Returns notes on the effects of a distant broker."""
     with_load = [members for site in sites for members in site.workers if members.processes_peak]
     if not with_load:
         return []

@@ -74,9 +74,9 @@ def late(servers: int, load: float, service_s: float, wait_s: float) -> float:
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """The share of arrivals that find all servers busy (A. K.
+    """Returns the share of arrivals that find all servers busy, by way of the loss formula B.
 
-    Erlang, 1917), by way of the loss formula B.
+    Source: A. K. Erlang, 1917.
 
     B(0) = 1, B(k) = a B(k-1) / (k + a B(k-1)), and C = B / (1 - (a / c) (1 - B)), for a < c.
     """

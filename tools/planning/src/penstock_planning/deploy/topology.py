@@ -62,7 +62,7 @@ def _inboxes(platform: Platform) -> list[str]:
 def gpu_pools(
     models: Iterable[Model], platform: Platform, region: str, gpus: dict[str, GpuType]
 ) -> list[str]:
-    """Returns a region's GPU node pools by name, or None if ComputeClasses create nodes."""
+    """Returns a region's GPU node pools by name, or none if ComputeClasses create nodes."""
     if platform.nodes.compute_classes:
         return []
     names, overflow = [], platform.overflow_in(region)
