@@ -106,6 +106,12 @@ REAL_WORK = Counter(
 PADDED_WORK = Counter(
     "penstock_worker_padded_work_total", "The same work as computed, including padding"
 )
+EAGER_CALLS = Counter(
+    "penstock_worker_eager_calls_total",
+    "Calls of compiled image models that ran without compiled code, even though the image has the "
+    "default size, by model",
+    ["model"],
+)
 LOST_GPUS = Counter(
     "penstock_worker_lost_gpus_total", "Model processes that ended because their GPU failed"
 )
@@ -162,6 +168,7 @@ class BatchMetrics:
         self._items = BATCH_ITEMS.labels(model)
         self._inference_seconds = INFERENCE_SECONDS.labels(model)
         self._spare_seconds = SPARE_SECONDS.labels(model)
+        self._eager_calls = EAGER_CALLS.labels(model)
 
     def observe(self, done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
         """Records one batch. `exemplar` is the ID of one of the batch's traces."""
@@ -172,6 +179,7 @@ class BatchMetrics:
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
+        self._eager_calls.inc(done.eager_calls)
         REAL_WORK.inc(done.real_work)
         PADDED_WORK.inc(done.padded_work)
         if done.switched is not None:

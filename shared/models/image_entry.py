@@ -203,7 +203,11 @@ class ImageDefaults(EntryPart):
     """torch.compile for the denoiser and VAE at the default size. `auto`: on GPUs. `always`: on
     CPUs too.
 
-    With adapters, IP-Adapters, or `deep_cache`, nothing is compiled.
+    With IP-Adapters or `deep_cache`, nothing is compiled.
+    """
+    compiled_rank: int = Field(32, ge=1, le=1024)
+    """Maximum rank of adapters in compiled code, which computes all of them at this rank. Batches
+    with adapters of a higher rank, or outside the UNet's attention blocks, run uncompiled.
     """
     adapters: dict[RequestedName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may select as `lora_weights`, by name."""
@@ -275,10 +279,9 @@ class ImageDefaults(EntryPart):
     def compile_mode(self) -> Literal["auto", "always", "never"]:
         """The effective value of `compile`.
 
-        A compiled graph does not expose its inner features, and can't accommodate adapters, which
-        come and go alongside its layers.
+        A compiled graph does not expose its inner features.
         """
-        is_open = self.has_adapters or bool(self.ip_adapters) or self.deep_cache is not None
+        is_open = bool(self.ip_adapters) or self.deep_cache is not None
         return "never" if is_open else self.compile
 
     @property
@@ -297,7 +300,6 @@ class ImageDefaults(EntryPart):
     @model_validator(mode="after")
     def _can_be_compiled(self) -> Self:
         open_parts = {
-            "adapters": self.has_adapters,
             "ip_adapters": bool(self.ip_adapters),
             "deep_cache": self.deep_cache is not None,
         }

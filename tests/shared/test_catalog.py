@@ -203,9 +203,10 @@ def test_no_model_of_a_task() -> None:
         (
             "task: image",
             "task: image\n"
-            "    image: {compile: always, adapters: {i: {source: 'local:i.safetensors'}}}",
+            "    image: {compile: always,"
+            " ip_adapters: {i: {source: 'hf:a/i', weight_name: i.safetensors}}}",
             12,
-            "image: Value error, compile must be auto or never with adapters",
+            "image: Value error, compile must be auto or never with ip_adapters",
         ),
         (
             "task: image",

@@ -82,8 +82,8 @@ def text(steps: int, room: int = BUDGET // SLOTS, waits: int = 0) -> PreparedPro
 class Process:
     """A model process that has already run every possible number of texts."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = TimedModel()
+    def __init__(self, folder: Path, model: TimedModel | None = None) -> None:
+        self._model = model or TimedModel()
         self._room = StepRoom(MODEL)
         self._resident = ResidentModels([lambda: self._model], [folder], loaded={0: self._model})
         self._resident.open()

@@ -281,6 +281,14 @@ class StepEnd(msgspec.Struct):
 
 
 @runtime_checkable
+class CompiledModel(Protocol):
+    """A model that is compiled for a fixed set of inputs, which it has met during warm-up."""
+
+    def take_eager_calls(self) -> int:
+        """Returns how many calls should have run compiled code but didn't, since the last call."""
+
+
+@runtime_checkable
 class SteppedModel(LoadedModel, Protocol):
     """Computes items step by step.
 

@@ -128,6 +128,8 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """The calls that computed items again after other items had failed, by item index. An item does
     not pay for calls that failed because of a different item.
     """
+    eager_calls: int = 0
+    """Calls that should have run compiled code but didn't, since the last batch or item."""
     logs: dict[int, PrintedLogs] = {}
     """The model's printed output, keyed by the index of the item it was computing alone."""
 

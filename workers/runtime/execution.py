@@ -18,6 +18,7 @@ from typing import cast
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.models.tasks import Result
 from workers.models.base import (
+    CompiledModel,
     InferenceModel,
     OutOfMemory,
     PreparedItem,
@@ -109,6 +110,7 @@ def report_batch(
     done.padded_work, done.out_of_memory = execution.padded_work, execution.out_of_memory
     done.steps_saved, done.calls = execution.steps.saved, execution.calls
     done.loaded_at_s = resident_models.loaded_at_s(batch.model)
+    done.eager_calls = execution.take_eager_calls()
     if execution.padded:
         padded = execution.padded
         done.computed_work = [
@@ -264,6 +266,10 @@ class BatchExecution:
             for slot in range(len(items)):
                 self.results.setdefault(slot, Failure.from_error(error))
 
+    def take_eager_calls(self) -> int:
+        """Returns how many calls of the model should have run compiled code but didn't."""
+        return self._model.take_eager_calls() if isinstance(self._model, CompiledModel) else 0
+
     def _compute_group(self, items: Sequence[PreparedItem], slots: Sequence[int]) -> None:
         group = [items[slot] for slot in slots]
         self._count_padding([item.length for item in group], slots)
@@ -390,6 +396,7 @@ class StepExecution:
         self._shares = StepShares(room, batch.number)
         self._reported_s = self._spare_reported_s = clock()
         self._previews: StepPreviews | None = None
+        self._compiled: CompiledModel | None = None
 
     def run(self) -> None:
         """Runs the steps, and reports their results to the I/O process."""
@@ -406,6 +413,8 @@ class StepExecution:
 
     def _run(self, model: SteppedModel) -> None:
         failure = None
+        if isinstance(model, CompiledModel):
+            self._compiled = model
         if isinstance(model, ProgressReporter):
             self._previews = StepPreviews(model, self._batch.number, self._send)
         try:
@@ -516,6 +525,8 @@ class StepExecution:
             loaded_at_s=self._resident_models.loaded_at_s(self._batch.model),
             steps_saved=steps_saved,
         )
+        if self._compiled is not None:
+            done.eager_calls = self._compiled.take_eager_calls()
         self._send(ItemEnded(self._batch.number, slot, done))
 
     def _send(self, message: ServerMessage) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch.utils._pytree import tree_map_only
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
@@ -67,7 +69,14 @@ def only_what_is_compiled() -> contextlib.AbstractContextManager[None]:
     return stance
 
 
-def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> None:
+@dataclass(slots=True)
+class EagerCalls:
+    """Counts calls to compiled parts that ran eagerly because no compiled code fit their inputs."""
+
+    count: int = 0
+
+
+def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "inductor") -> EagerCalls:
     """Compiles the denoiser, VAE encoder, and VAE decoder.
 
     Args:
@@ -75,34 +84,45 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
         vae: a diffusers VAE, which from now on processes images one at a time.
         shapes: number of shapes that warm-up uses with each part.
     """
-    # Each new shape requires a recompilation. Dynamo's limit applies to all models in the process.
-    torch._dynamo.config.recompile_limit += shapes
-    denoiser.forward = _graph_of(_compile(denoiser.forward, denoiser.device, backend))
+    calls = EagerCalls()
+    parts = (denoiser, vae.encoder, vae.decoder)
+    # Each new shape requires a recompilation. Dynamo's limit applies to all models in the process,
+    # and to all parts together, because what it compiles is always _compile's inner function.
+    torch._dynamo.config.recompile_limit += shapes * len(parts)
     # Processing one image at a time means one shape for all batches, and a single image keeps a GPU
     # busy here.
     vae.enable_slicing()
-    for part in (vae.encoder, vae.decoder):
-        part.forward = _graph_of(_compile(part.forward, vae.device, backend))
+    for part in parts:
+        device = denoiser.device if part is denoiser else vae.device
+        part.forward = _graph_of(_compile(part.forward, device, backend, calls))
+    return calls
 
 
-def _compile(forward: Callable[..., Any], device: torch.device, backend: str) -> Callable[..., Any]:
+def _compile(
+    forward: Callable[..., Any], device: torch.device, backend: str, calls: EagerCalls
+) -> Callable[..., Any]:
+    def compute(*inputs: Any, **named: Any) -> Any:
+        # Compiled code doesn't contain this branch.
+        if not torch.compiler.is_compiling():
+            calls.count += 1
+        return forward(*inputs, **named)
+
     # "reduce-overhead" means CUDA graphs.
     mode = "reduce-overhead" if device.type == "cuda" else "default"
-    return torch.compile(forward, backend=backend, mode=mode, dynamic=False)
+    return torch.compile(compute, backend=backend, mode=mode, dynamic=False)
 
 
 def _graph_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*inputs: Any, **named: Any) -> Any:
         # The graphs may overwrite the last result, because it has already been copied.
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        uniform = {name: _uniform(value) for name, value in named.items()}
-        return _copy(compiled(*map(_uniform, inputs), **uniform))
+        return _copy(compiled(*_uniform(inputs), **_uniform(named)))
 
     return forward
 
 
-def _uniform(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+def _uniform(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.contiguous, values)
 
 
 def _copy(output: Any) -> Any:

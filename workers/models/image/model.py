@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -30,6 +30,7 @@ from shared.settings import ModelSettings, read_settings
 from workers.models.base import (
     OnStep,
     OutOfMemory,
+    PreparedControl,
     PreparedImage,
     PreparedItem,
     RgbImage,
@@ -52,7 +53,7 @@ from workers.models.image.pipeline import (
 )
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompts import Prompts
-from workers.models.image.resident_adapters import ResidentAdapters
+from workers.models.image.resident_adapters import PLACEHOLDER, ResidentAdapters
 from workers.models.image.row_batching import CompiledSizes, RowBatching
 from workers.models.image.vae import HostCopy, copy_to_host, draw_preview, encode
 from workers.models.kernel_store import KernelStore
@@ -219,18 +220,20 @@ class ImageModel:
 
     def _set_up_hub(self) -> None:
         image, pipeline = self.entry.image, self._main
-        self.adapters = ResidentAdapters(image, pipeline, self._device)
+        compiled_images = max(self._plan.batch_sizes) if self._plan.is_compiled else 0
+        self.adapters = ResidentAdapters(image, pipeline, self._device, compiled_images)
         files = ip_adapter_files(self.entry)
         self._ip_adapters = IpAdapters(files, pipeline, self._device, self._plan)
-        batching = RowBatching(
+        self._batching = RowBatching(
             denoiser_of(pipeline),
             self.adapters,
             self._ip_adapters,
             None if image.deep_cache is None else DeepCache(image.deep_cache, pipeline),
             image.guidance_stop,
             self._sizes,
+            self._pipelines.eager_calls,
         )
-        self._hub = Hub(batching)
+        self._hub = Hub(self._batching)
         self._interception = Interception(self._hub)
         folders = control_folders(self.entry)
         self._controls = Controls(folders, pipeline, self._plan, self._interception)
@@ -241,14 +244,10 @@ class ImageModel:
         Compiles as many batch sizes as time allows, and saves the compiled code for other workers.
         """
         self._find_out_if_alone()
-        began_s = time.monotonic()
+        until_s = time.monotonic() + self._warmup_limit_s
         seconds: dict[int, float] = {}
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
-            if time.monotonic() - began_s > self._warmup_limit_s:
-                log.warning(
-                    "warm-up cut short; the next start will find more already compiled",
-                    extra={"batch_size": size},
-                )
+            if self._is_cut_short(until_s, size):
                 break
             items = [self.usual_item()] * size
             self._warm(items)
@@ -256,11 +255,39 @@ class ImageModel:
                 call_began_s = time.monotonic()
                 self._warm(items)
                 seconds[size] = time.monotonic() - call_began_s
+        self._compile_additions(seconds, until_s)
         self._sizes.seconds = seconds
         self._try_other_tasks()
         self._is_warm = True
         if self._kernels is not None:
             self._kernels.keep()
+
+    def _is_cut_short(self, until_s: float, batch_size: int) -> bool:
+        if time.monotonic() <= until_s:
+            return False
+        log.warning(
+            "warm-up cut short; the next start will find more already compiled",
+            extra={"batch_size": batch_size},
+        )
+        return True
+
+    def _compile_additions(self, sizes: Collection[int], until_s: float) -> None:
+        """Compiles the UNet for images with ControlNets, with adapters, and with both."""
+        image, usual = self.entry.image, self.usual_item()
+        controls = [
+            PreparedControl(name, bytes(3 * image.width * image.height), 1.0, 0.0, 1.0)
+            for name in list(image.controls)[:1]
+        ]
+        variants = [msgspec.structs.replace(usual, controls=controls)] if controls else []
+        if image.has_adapters:
+            adapted = [usual, *variants]
+            variants += [msgspec.structs.replace(item, adapter=PLACEHOLDER) for item in adapted]
+        with self.adapters.placeholder():
+            for size in sizes:
+                for item in variants:
+                    if self._is_cut_short(until_s, size):
+                        return
+                    self._warm([item] * size)
 
     def _try_other_tasks(self) -> None:
         """Draws from an image, and within a mask. Omits pipelines that fail."""
@@ -424,6 +451,9 @@ class ImageModel:
             slot = next(iter(self._queued))
             self._begin(slot, self._queued.pop(slot))
         end.waiting += [*self.adapters.waiting, *self._queued]
+
+    def take_eager_calls(self) -> int:
+        return self._batching.take_eager_calls()
 
     def take_chunks(self) -> dict[int, TokenChunk]:
         """Returns an empty dict, because only text models produce chunks."""

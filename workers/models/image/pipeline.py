@@ -17,7 +17,7 @@ from diffusers.pipelines import auto_pipeline
 from shared.errors import ConfigurationError
 from shared.models.image_interface import ImageMode
 from workers.models.base import PreparedImage
-from workers.models.image.compilation import compile_parts, keep_compiled_in
+from workers.models.image.compilation import EagerCalls, compile_parts, keep_compiled_in
 from workers.models.image.plan import ImagePlan
 from workers.models.image.vae import needs_fp32
 from workers.models.loading import folder_errors
@@ -47,6 +47,8 @@ class LoadedPipelines:
     main: Any
     """A pipeline with all parts, for any of the tasks."""
     by_mode: Mapping[ImageMode, Any]
+    eager_calls: EagerCalls
+    """Stays at 0 if nothing is compiled."""
 
     def of(self, item: PreparedImage) -> Any | None:
         """Returns the pipeline that draws an item, or None if none can."""
@@ -91,7 +93,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     pipeline, config = _load_pipeline(folder, device, plan.dtype)
     if needs_fp32(pipeline):
         pipeline.vae.to(torch.float32)
-    apply_plan(pipeline, folder, plan)
+    eager_calls = apply_plan(pipeline, folder, plan)
     by_mode = _pipelines_of(pipeline, refines=bool(config.get("requires_aesthetics_score")))
     if not by_mode:
         name = type(pipeline).__name__
@@ -102,7 +104,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         # Stable Diffusion XL pipelines watermark their images if a specific package is installed.
         if getattr(loaded, "watermark", None) is not None:
             loaded.watermark = None
-    return LoadedPipelines(pipeline, by_mode)
+    return LoadedPipelines(pipeline, by_mode, eager_calls)
 
 
 def _load_pipeline(
@@ -253,8 +255,8 @@ def _is_trained_with_masks(pipeline: Any) -> bool:
     return channels is not None and denoiser.config.get("in_channels") == 2 * channels + 1
 
 
-def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
-    """Changes the denoiser and the VAE in place.
+def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> EagerCalls:
+    """Changes the denoiser and the VAE in place. Returns the counter of calls that run eagerly.
 
     Pipelines whose VAE is not the Stable Diffusion kind are left unchanged.
     """
@@ -264,7 +266,7 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     if not isinstance(vae, diffusers.AutoencoderKL) or not isinstance(
         denoiser, diffusers.ModelMixin
     ):
-        return
+        return EagerCalls()
     if plan.is_tuned:
         vae.to(memory_format=torch.channels_last)
         if has_unet:
@@ -275,9 +277,10 @@ def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
             denoiser.to(memory_format=torch.channels_last)
     if plan.is_int8:
         _quantize_linears(denoiser)
-    if plan.is_compiled:
-        keep_compiled_in(folder.parent / f".{folder.name}.compiled")
-        compile_parts(denoiser, vae, shapes=2 * len(plan.batch_sizes))
+    if not plan.is_compiled:
+        return EagerCalls()
+    keep_compiled_in(folder.parent / f".{folder.name}.compiled")
+    return compile_parts(denoiser, vae, shapes=plan.compiled_shapes)
 
 
 def _quantize_linears(denoiser: Any) -> None:

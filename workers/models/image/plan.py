@@ -46,7 +46,8 @@ class ImagePlan:
     image size. Other shapes run eagerly, and the VAE processes images one at a time. `is_int8`:
     INT8 for the linear layers in the UNet's transformers. `is_tuned`: channels-last weights and
     fused query-key-value projections. `has_adapters`: True if nothing may be fused, because
-    adapters change the parts.
+    adapters change the parts. `has_controls`: True if the UNet may be called with ControlNets'
+    residuals.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,13 @@ class ImagePlan:
     is_compiled: bool
     batch_sizes: tuple[int, ...]
     has_adapters: bool = False
+    has_controls: bool = False
+
+    @property
+    def compiled_shapes(self) -> int:
+        """Maximum number of different inputs that warm-up compiles for each part."""
+        # Batches with and without negative prompts, adapters, and residuals.
+        return len(self.batch_sizes) * (2 << (self.has_adapters + self.has_controls))
 
 
 def plan_for(entry: Model, capability: Capability) -> ImagePlan:
@@ -79,6 +87,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         is_compiled=compile_mode == "always" or (compile_mode == "auto" and is_gpu and can_compile),
         batch_sizes=_batch_sizes(entry),
         has_adapters=entry.image.has_adapters,
+        has_controls=bool(entry.image.controls),
     )
 
 

@@ -21,7 +21,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,14 +33,19 @@ from shared.models.image_entry import AdapterUrls, ImageDefaults
 from shared.settings import ModelSettings, read_settings
 from shared.stores.objects import ObjectStore
 from workers.models.base import PreparedImage
+from workers.models.image.adapter_slots import AdapterSlots
 from workers.models.image.adapters import PARTS, AdapterFile, LoadedAdapter, read_adapter
 from workers.models.image.low_rank import LowRankModule, Row
 from workers.models.source import resolve_file
 
 ENDING = ".safetensors"
+PLACEHOLDER = " "
+"""The name of an adapter that changes nothing. Names in requests don't contain spaces."""
 ABANDONED_S = 3600.0
 """Time after which an incompletely copied file is removed."""
 
+MAX_ROWS = 2
+"""Maximum rows per image: one for the negative prompt and one for the prompt."""
 MAX_READS = 2
 """Maximum concurrent reads. More threads than this would take CPU time away from the steps."""
 WAIT_S = 0.05
@@ -137,9 +142,16 @@ class ResidentAdapters:
 
     Args:
         image: the catalog entry's `image` section.
+        compiled_images: maximum images per call to the compiled UNet. 0 if it isn't compiled.
     """
 
-    def __init__(self, image: ImageDefaults, pipeline: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        image: ImageDefaults,
+        pipeline: Any,
+        device: torch.device,
+        compiled_images: int = 0,
+    ) -> None:
         self._image = image
         self._pipeline = pipeline
         self._device = device
@@ -153,6 +165,18 @@ class ResidentAdapters:
             for part in PARTS
             if isinstance(module := getattr(pipeline, part, None), torch.nn.Module)
         }
+        self._slots: AdapterSlots | None = None
+        if image.has_adapters and compiled_images:
+            unet = self._modules["unet"]
+            # Compiled code is only valid for the hooks it was compiled with.
+            unet.prepare(list(unet.layers))
+            self._slots = AdapterSlots(
+                unet.layers,
+                count=compiled_images,
+                rows=MAX_ROWS * compiled_images,
+                rank=image.compiled_rank,
+            )
+            log.info("room for adapters in compiled code", extra={"bytes": self._slots.nbytes})
         self._resident: OrderedDict[str, LoadedAdapter] = OrderedDict()
         self._reads: dict[str, Future[LoadedAdapter]] = {}
         self._permits = threading.BoundedSemaphore(MAX_READS)
@@ -233,15 +257,35 @@ class ResidentAdapters:
         return applied is not None and any(part != "unet" for part in applied[0].parts)
 
     @contextmanager
-    def apply(self, rows: Sequence[Applied]) -> Iterator[None]:
-        """Within this context, the pipeline computes these rows.
+    def apply(self, part: str, rows: Sequence[Applied]) -> Iterator[None]:
+        """Within this context, a part of the pipeline computes these rows.
 
-        A single row applies to the whole batch.
+        A single row applies to the whole batch. If the compiled UNet has no room for the adapters,
+        it runs eagerly.
         """
-        with ExitStack() as entered:
-            for part, module in self._modules.items():
-                entered.enter_context(module.apply([_row(row, part) for row in rows]))
+        module, slots = self._modules.get(part), self._slots if part == "unet" else None
+        own_rows = [_row(row, part) for row in rows]
+        if module is None or not any(own_rows):
             yield
+        elif slots is None:
+            with module.apply(own_rows):
+                yield
+        elif slots.place(own_rows):
+            with slots.use():
+                yield
+        else:
+            with module.apply(own_rows), torch.compiler.set_stance("force_eager"):
+                yield
+
+    @contextmanager
+    def placeholder(self) -> Iterator[None]:
+        """Within this context, an adapter that changes nothing is in memory, for warm-up."""
+        adapter = LoadedAdapter(torch.empty(0), {"unet": {}})
+        self._resident[PLACEHOLDER] = adapter
+        try:
+            yield
+        finally:
+            self._forget(PLACEHOLDER)
 
     def _bring_in(self, item: PreparedImage, in_use: Collection[str]) -> bool:
         """Returns whether an image's adapter is in memory now.
@@ -282,9 +326,14 @@ class ResidentAdapters:
             if not idle:
                 return False
             dropped = idle.pop(0)
-            del self._resident[dropped]
+            self._forget(dropped)
             log.info("adapter dropped", extra={"adapter": dropped})
         return True
+
+    def _forget(self, name: str) -> None:
+        adapter = self._resident.pop(name)
+        if self._slots is not None and "unet" in adapter.parts:
+            self._slots.forget(adapter.parts["unet"])
 
     def _begin_read(self, item: PreparedImage) -> Future[LoadedAdapter]:
         """Starts reading an adapter. The read continues even if the image is canceled."""

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
 
 from workers.models.image.calls import Batch, Call, Part, join, split
-from workers.models.image.compilation import cheapest_cover
+from workers.models.image.compilation import EagerCalls, cheapest_cover
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing
 from workers.models.image.guides import IpAdapters, add_up
@@ -53,6 +53,7 @@ class RowBatching(Batching):
     Args:
         deep_cache: None means that every step computes the whole UNet.
         guidance_stop: fraction of the steps after which the negative prompt no longer applies.
+        eager_calls: counts the calls of compiled parts that run eagerly.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RowBatching(Batching):
         deep_cache: DeepCache | None,
         guidance_stop: float,
         sizes: CompiledSizes,
+        eager_calls: EagerCalls,
     ) -> None:
         self._denoiser = denoiser
         self._adapters = adapters
@@ -70,6 +72,8 @@ class RowBatching(Batching):
         self._deep_cache = deep_cache
         self._guidance_stop = guidance_stop
         self._sizes = sizes
+        self._eager_calls = eager_calls
+        self._unexpected_calls = 0
         self._is_guided_by_row = isinstance(denoiser, GUIDED_KINDS)
 
     def prepare(self, call: Call) -> None:
@@ -116,11 +120,22 @@ class RowBatching(Batching):
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
         """Computes calls that have the same key. Returns each call's results."""
+        eager_calls = self._eager_calls.count
+        results = self._compute(calls)
+        if self._eager_calls.count > eager_calls and self._sizes.have(calls[0].owner):
+            self._unexpected_calls += 1
+        return results
+
+    def take_eager_calls(self) -> int:
+        """Returns how many calls at the compiled size ran eagerly since the last time."""
+        count, self._unexpected_calls = self._unexpected_calls, 0
+        return count
+
+    def _compute(self, calls: Sequence[Call]) -> Sequence[Any]:
         part = calls[0].part
         batch = join(calls, self._fill(calls) if part.is_denoiser else 0)
         rows = [call.owner.adapter for call in batch.row_calls]
-        applied = self._adapters.apply(rows) if any(rows) else contextlib.nullcontext()
-        with applied:
+        with self._adapters.apply(part.name, rows):
             if not part.is_denoiser:
                 return split(part.compute(**batch.values), batch)
             results = split(self._denoise(part, batch), batch)
