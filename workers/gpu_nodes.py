@@ -110,7 +110,7 @@ class Round:
     cordoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Pods whose disruption budget doesn't allow eviction yet."""
+    """Pods that can't be evicted yet, usually because of their disruption budget."""
     waiting: list[str] = field(default_factory=list)
     """Nodes not cordoned because of the limit."""
     released: list[str] = field(default_factory=list)
@@ -134,7 +134,7 @@ class GpuNodes:
         """Checks all nodes once.
 
         Raises:
-            OSError: the API server is unreachable, or rejects a request.
+            OSError: the API server is unreachable, or rejects a request other than an eviction.
         """
         done = Round()
         nodes = [node for node in self._api.items("/api/v1/nodes") if _has_gpu(node)]
@@ -143,6 +143,7 @@ class GpuNodes:
             (since, _name(node))
             for node in nodes
             if (since := self._find_failure_time(node)) is not None
+            and (_name(node) in ours or not _is_cordoned(node))
         )
         names = {name for _, name in failed}
         for name in sorted(ours - names):
@@ -191,10 +192,12 @@ class GpuNodes:
             try:
                 self._api.call("POST", f"{pods}/{name}/eviction", body)
             except urllib.error.HTTPError as error:
-                if error.code == 429:  # the disruption budget doesn't allow it yet
-                    done.refused.append(name)
-                elif error.code != 404:  # already gone
-                    raise
+                if error.code == 404:  # already gone
+                    continue
+                done.refused.append(name)
+                if error.code != 429:  # not just because of the disruption budget
+                    facts = {"pod": name, "node": node, "error": str(error)}
+                    log.warning("pod not evicted", extra=facts)
                 continue
             log.warning("pod evicted", extra={"pod": name, "node": node})
             done.evicted.append(name)
@@ -206,6 +209,10 @@ def _name(node: Json) -> str:
 
 def _annotations(node: Json) -> Json:
     return node["metadata"].get("annotations") or {}
+
+
+def _is_cordoned(node: Json) -> bool:
+    return bool(node.get("spec", {}).get("unschedulable"))
 
 
 def _has_gpu(node: Json) -> bool:
@@ -240,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             done = nodes.look()
         except OSError as error:
-            log.warning("the API server is not responding", extra={"error": str(error)})
+            log.warning("the nodes could not be checked", extra={"error": str(error)})
         else:
             if done.waiting:
                 log.error("too many GPUs have failed at once", extra={"nodes": done.waiting})

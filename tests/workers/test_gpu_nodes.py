@@ -36,6 +36,8 @@ class Cluster:
     pods: dict[str, str] = field(default_factory=dict)
     """Each pod's node."""
     held: set[str] = field(default_factory=set)
+    unevictable: set[str] = field(default_factory=set)
+    """Pods with two disruption budgets, which Kubernetes never evicts."""
     url: str = ""
     cuts_off: bool = False
     """True if responses are cut off before the end of the body."""
@@ -86,6 +88,8 @@ class Cluster:
         assert name == [pod, "eviction"]
         if pod in self.held:
             return 429, {"message": "Cannot evict pod as it would violate the disruption budget."}
+        if pod in self.unevictable:
+            return 500, {"message": "This pod has more than one PodDisruptionBudget."}
         return (201, {}) if self.pods.pop(pod, None) else (404, {})
 
 
@@ -175,6 +179,13 @@ def test_a_disruption_budget_is_asked_again(cluster: Cluster, account: Path) -> 
     assert look(cluster, account).evicted == ["worker-2"]
 
 
+def test_a_pod_that_is_never_evicted_holds_up_no_other(cluster: Cluster, account: Path) -> None:
+    cluster.add("bad", "worker-1", "worker-2", failed_at="2026-11-26T10:00:00Z")
+    cluster.unevictable = {"worker-1"}
+    done = look(cluster, account)
+    assert (done.evicted, done.refused) == (["worker-2"], ["worker-1"])
+
+
 @pytest.mark.parametrize(("nodes", "most"), [(3, 1), (25, 2), (601, 60)])
 def test_no_more_than_a_tenth_at_a_time(
     cluster: Cluster, account: Path, nodes: int, most: int
@@ -201,6 +212,15 @@ def test_a_repaired_node_serves_again(cluster: Cluster, account: Path) -> None:
     assert look(cluster, account).released == ["bad"]
     assert cluster.cordoned() == {"theirs"}, "what somebody else cordoned stays so"
     assert ANNOTATION not in cluster.nodes["bad"]["metadata"]["annotations"]
+
+
+def test_a_node_that_somebody_else_cordoned_is_left_alone(cluster: Cluster, account: Path) -> None:
+    cluster.add("theirs", "worker-1", failed_at="2026-11-26T10:00:00Z")
+    cluster.nodes["theirs"]["spec"]["unschedulable"] = True
+    assert look(cluster, account) == Round()
+    cluster.tell("theirs", None)
+    assert look(cluster, account) == Round()
+    assert cluster.cordoned() == {"theirs"}
 
 
 def run_once(cluster: Cluster, account: Path) -> subprocess.CompletedProcess[str]:
