@@ -77,7 +77,8 @@ class QueueDepths:
     async def look(self) -> None:
         """Checks once.
 
-        Queues that can't be read have no value, because an outdated value would be misleading.
+        Queues that don't exist or can't be read have no value, because an outdated value would be
+        misleading.
         """
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
@@ -86,7 +87,9 @@ class QueueDepths:
             MESSAGES.clear()
             return
         for subscription, count in zip(self._subscriptions, counts, strict=True):
-            if count is not None:
+            if count is None:
+                MESSAGES.remove(subscription)
+            else:
                 MESSAGES.labels(subscription).set(count)
 
 

@@ -96,7 +96,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
 def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
     try:
         return from_http(dict(headers), body).get_data()
-    except (GenericException, ValueError, RecursionError) as error:
+    except (GenericException, TypeError, ValueError, RecursionError) as error:
         # The exception's message would quote the event, which contains the caller's content.
         raise UndecodableMessage(f"no CloudEvent: {type(error).__name__}", field="data") from None
 
@@ -110,7 +110,10 @@ def _read_wrapped(envelope: Any) -> ReceivedMessage:
         isinstance(value, str) for value in attributes.values()
     ):
         raise UndecodableMessage("the message's attributes are not strings", field="attributes")
-    if any(_SURROGATE.search(text) for pair in attributes.items() for text in pair):
+    message_id = str(message.get("messageId") or message.get("message_id") or "")
+    ordering_key = str(message.get("orderingKey") or "")
+    texts = [message_id, ordering_key, *attributes, *attributes.values()]
+    if any(map(_SURROGATE.search, texts)):
         raise UndecodableMessage("the message's attributes are not Unicode", field="attributes")
     try:
         data = base64.b64decode(message.get("data") or "", validate=True)
@@ -121,13 +124,13 @@ def _read_wrapped(envelope: Any) -> ReceivedMessage:
     return ReceivedMessage(
         data,
         attributes,
-        str(message.get("messageId") or message.get("message_id") or ""),
+        message_id,
         "",
         publish_time_s=_unix_s(message.get("publishTime") or message.get("publish_time")),
         delivery_attempt=attempt
         if isinstance(attempt := envelope.get("deliveryAttempt"), int)
         else 0,
-        ordering_key=str(message.get("orderingKey") or ""),
+        ordering_key=ordering_key,
     )
 
 
@@ -234,6 +237,11 @@ async def handle_message(message: ReceivedMessage, function: str, handle: Handle
         reason = str(error) or "out of time"
         log.warning("message not handled", extra={"function": function, "reason": reason})
         return reason
+    except Exception:
+        # A pulled message that is neither acknowledged nor returned would take up room forever.
+        FAILED.labels(function).inc()
+        log.exception("message not handled", extra={"function": function})
+        return "internal error"
     return ""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shared.broker.transport import ReceivedMessage
 from shared.errors import UndecodableMessage
-from workers.functions.handler import read_push
+from workers.functions.handler import handle_message, read_push
 
 PUBLISHED = "2026-11-21T19:59:19.123456789Z"
 JSON = {"content-type": "application/json"}
@@ -98,14 +98,25 @@ def test_message_of_attributes_alone(empty: dict[str, Any]) -> None:
         (JSON, envelope(attributes=["a"])),
         (JSON, envelope(attributes={"request_id": "\ud800"})),
         (JSON, envelope(attributes={"\ud800": "a"})),
+        (JSON, envelope(messageId="\ud800")),
+        (JSON, envelope(orderingKey="\ud800")),
         (JSON | {"ce-specversion": "1.0"}, FULL),
         ({"content-type": "application/cloudevents+json"}, EVENT | {"data": {"message": "hi"}}),
+        ({"content-type": "application/cloudevents+json"}, EVENT | {"data_base64": 5}),
         ({"content-type": "application/cloudevents+json"}, ["no event"]),
     ],
 )
 def test_what_carries_no_message_is_refused(headers: dict[str, str], body: Any) -> None:
     with pytest.raises(UndecodableMessage):
         read_push(headers, json.dumps(body).encode())
+
+
+@pytest.mark.anyio
+async def test_message_whose_function_has_a_bug_comes_again() -> None:
+    async def fail(message: ReceivedMessage) -> None:
+        raise KeyError(message.message_id)
+
+    assert await handle_message(MESSAGE, "webhook", fail) == "internal error"
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"message":' * 100_000])

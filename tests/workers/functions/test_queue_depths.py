@@ -60,6 +60,15 @@ async def test_depth_is_what_nobody_has_in_hand(rabbitmq_server: RabbitServer) -
         assert await settled(depths, 2) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_no_depth_is_shown_of_a_queue_that_is_gone(rabbitmq_server: RabbitServer) -> None:
+    MESSAGES.labels(workers_subscription_id(MODEL)).set(7)
+    async with RabbitAdmin(f"depths-{uuid4().hex[:8]}", rabbitmq_server.url) as admin:
+        await QueueDepths(admin, CATALOG).look()
+    assert depth() is None
+
+
 @pytest.mark.anyio
 async def test_no_depth_is_shown_while_the_broker_is_away() -> None:
     MESSAGES.labels(workers_subscription_id(MODEL)).set(7)
