@@ -126,6 +126,15 @@ def test_a_bound_cuts_the_document_alone(folder: Path) -> None:
     )
 
 
+def test_a_long_query_is_whole_if_nothing_may_be_cut(folder: Path) -> None:
+    query = "gate " * (MAX_TOKENS * 3 // 4)
+    whole, cut = prepared(
+        folder, [SimilarityInput("dam", query, truncate) for truncate in ("none", "end")]
+    )
+    assert whole.truncated_tokens == 0
+    assert cut.length < whole.length <= MAX_TOKENS
+
+
 def test_what_is_too_long_is_refused_unless_it_may_be_cut(folder: Path) -> None:
     preparer = WORKER_TASKS["similarity"].preparer(entry(), folder)
     refused, wrong, surrogate = preparer.prepare(

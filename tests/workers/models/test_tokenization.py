@@ -110,6 +110,29 @@ def test_cut_at_the_start_keeps_the_prompt_of_the_model(
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("modules.json", '[{"path": ""}]'),
+        ("modules.json", "[5]"),
+        ("sentence_bert_config.json", '{"max_seq_length": "many"}'),
+        ("sentence_bert_config.json", "[1]"),
+        ("config_sentence_transformers.json", '{"default_prompt_name": "q"}'),
+        ("config.json", '{"vocab_size": "many"}'),
+        ("1_Pooling/config.json", "[" * 100_000),
+    ],
+)
+def test_a_folder_with_odd_settings_is_refused(
+    catalog: Catalog, minilm_folder: Path, tmp_path: Path, name: str, text: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(minilm_folder, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / name).write_text(text)
+    with pytest.raises(ConfigurationError, match="model") as refused:
+        preparer_for(catalog.default("embedding"), folder)
+    assert refused.value.field == "source"
+
+
+@pytest.mark.parametrize(
     ("tokens", "position"), [([30522], 0), ([7, 8, 100_256, -1], 2), ([2**31 - 1] * 3, 0)]
 )
 def test_ids_that_the_tokenizer_lacks_are_refused(

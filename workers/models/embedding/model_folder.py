@@ -8,6 +8,8 @@ in sentence-transformers, a folder without modules.json gets mean pooling.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,23 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     Raises:
         ConfigurationError: a file is missing or broken, or Penstock does not support a module.
     """
+    with _value_errors(folder):
+        return _read_folder(folder)
+
+
+@contextmanager
+def _value_errors(folder: Path) -> Iterator[None]:
+    """Translates errors about a file that is JSON but has unexpected values."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(
+            f"{folder}: one of its JSON files has an unexpected value: {reason}", field="source"
+        ) from error
+
+
+def _read_folder(folder: Path) -> SentenceFolder:
     modules = _read_json(folder / "modules.json", []) or [{"type": "Transformer", "path": ""}]
     kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
     paths = {
@@ -71,7 +90,7 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
     pooling = _read_json(paths["Pooling"] / "config.json", {}) if "Pooling" in paths else {}
     return SentenceFolder(
         transformer=transformer,
-        max_length=limits.get("max_seq_length") or longest_text(transformer),
+        max_length=int(limits.get("max_seq_length") or longest_text(transformer)),
         lower_case=bool(limits.get("do_lower_case", False)),
         prompt=_prompt(folder),
         pooling=_pooling(folder, pooling),
@@ -80,12 +99,28 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
 
 
 def longest_text(transformer: Path) -> int:
-    """Returns the token limit per text that both the tokenizer and the position table support."""
-    limits = [
-        _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
-        _read_json(transformer / "config.json", {}).get("max_position_embeddings"),
-    ]
-    return int(min((limit for limit in limits if limit), default=512))
+    """Returns the token limit per text that both the tokenizer and the position table support.
+
+    Raises:
+        ConfigurationError: a file is broken.
+    """
+    with _value_errors(transformer):
+        limits = [
+            _read_json(transformer / "tokenizer_config.json", {}).get("model_max_length"),
+            _read_json(transformer / "config.json", {}).get("max_position_embeddings"),
+        ]
+        return int(min((limit for limit in limits if limit), default=512))
+
+
+def vocabulary_size(transformer: Path) -> int | None:
+    """Returns the row count of the embedding table, or None if config.json doesn't specify it.
+
+    Raises:
+        ConfigurationError: the file is broken.
+    """
+    with _value_errors(transformer):
+        size = _read_json(transformer / "config.json", {}).get("vocab_size")
+        return int(size) if size else None
 
 
 def _prompt(folder: Path) -> str:
@@ -115,5 +150,5 @@ def _read_json(path: Path, missing: Any) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return missing
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}", field="source") from error

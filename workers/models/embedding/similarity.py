@@ -67,7 +67,8 @@ def _texts_of(pair: SimilarityInput) -> tuple[_CutText, _CutText]:
 class CrossPreparer:
     """Joins the query and text of each SimilarityInput according to the tokenizer's template.
 
-    A query takes up at most half of the tokens that the model reads.
+    A query takes up at most half of the tokens that the model reads, unless nothing may be
+    truncated.
 
     Raises:
         ConfigurationError: the folder's tokenizer.json is missing or broken.
@@ -99,7 +100,8 @@ class CrossPreparer:
         if value.truncate == "none" and total > self.max_length:
             return too_long(total, self.max_length)
         side = "right" if value.truncate == "end" else "left"
-        query.truncate(self.max_length // 2)
+        if value.truncate != "none":
+            query.truncate(self.max_length // 2)
         room = self.max_length - self._special_tokens - len(query)
         text.truncate(min(room, value.max_tokens or room), direction=side)
         pair = self._tokenizer.post_process(query, text)

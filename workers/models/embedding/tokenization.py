@@ -6,7 +6,6 @@ faster.
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
 from itertools import chain, takewhile
@@ -27,7 +26,7 @@ from shared.models.tasks.embedding import (
     Truncate,
 )
 from workers.models.base import PreparedText
-from workers.models.embedding.model_folder import read_sentence_folder
+from workers.models.embedding.model_folder import read_sentence_folder, vocabulary_size
 
 _IDS = np.dtype("<u4")
 
@@ -202,6 +201,6 @@ def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _vocabulary(transformer: Path, tokenizer: Tokenizer) -> int:
-    """Returns the row count of the embedding table, which may differ from the vocabulary size."""
-    size = json.loads((transformer / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    return min(size or tokenizer.get_vocab_size(), tokenizer.get_vocab_size())
+    """Returns how many token IDs have both a token and a row in the embedding table."""
+    tokens: int = tokenizer.get_vocab_size()
+    return min(vocabulary_size(transformer) or tokens, tokens)

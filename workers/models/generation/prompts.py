@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -120,7 +121,10 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Checks the time in each loop and call, and the length of each assembled text."""
+    """Checks the time in each loop and call, and the length of each assembled text.
+
+    Each thread has its own time limit.
+    """
 
     intercepted_binops = _OPERATORS
 
@@ -129,6 +133,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         self._clock = clock
+        self._limits = threading.local()
         self.filters["tojson"] = _to_json
         self.globals.update(
             raise_exception=_refuse,
@@ -139,13 +144,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.restart()
 
     def restart(self) -> None:
-        self._until_s = self._clock() + MAX_S
+        self._limits.until_s = self._clock() + MAX_S
 
     def check(self, length: int) -> None:
         """Fails if a text is too long or the time limit has passed."""
         if length > MAX_TEXT_CHARS:
             raise SecurityError(f"it produces more than the maximum of {MAX_TEXT_CHARS} characters")
-        if self._clock() > self._until_s:
+        if self._clock() > self._limits.until_s:
             raise SecurityError(f"it takes more than the maximum of {MAX_S:g} s")
 
     def _tick(self) -> str:
@@ -230,7 +235,7 @@ def _to_json(
 
 
 class PromptPreparer:
-    """Prepares GenerationInputs.
+    """Prepares GenerationInputs. Threads may share it.
 
     A caller's text never becomes a control token. `<|im_end|>` in a message is read as ordinary
     characters.
@@ -245,6 +250,7 @@ class PromptPreparer:
         self._vocabulary = Vocabulary(folder)
         self._template = _read_template(self._vocabulary)
         self._read: dict[tuple[str, bool], GrammarSchema | str] = {}
+        self._read_lock = threading.Lock()
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedOutcome]:
         """Returns one outcome per input, in order."""
@@ -408,14 +414,17 @@ class PromptPreparer:
         if not schema:
             return NO_SCHEMA
         is_call = value.schema_field != RESPONSE_FORMAT
-        if (schema, is_call) not in self._read:
-            if len(self._read) >= _SCHEMAS_KEPT:
-                self._read.pop(next(iter(self._read)))
+        with self._read_lock:
+            grammar = self._read.get((schema, is_call))
+        if grammar is None:
             try:
-                self._read[schema, is_call] = read_schema(schema, self._vocabulary, is_call=is_call)
+                grammar = read_schema(schema, self._vocabulary, is_call=is_call)
             except ValueError as error:
-                self._read[schema, is_call] = str(error)
-        grammar = self._read[schema, is_call]
+                grammar = str(error)
+            with self._read_lock:
+                if len(self._read) >= _SCHEMAS_KEPT:
+                    self._read.pop(next(iter(self._read)))
+                self._read[schema, is_call] = grammar
         if isinstance(grammar, str):
             raise BadInput(f"the JSON schema can't be used: {grammar}", field=value.schema_field)
         return grammar
@@ -459,9 +468,9 @@ def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
     config = vocabulary.read("tokenizer_config.json")
     path = vocabulary.folder / "chat_template.jinja"
     source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = {template["name"]: template["template"] for template in source}.get("default")
     try:
+        if isinstance(source, list):  # several named templates
+            source = {template["name"]: template["template"] for template in source}.get("default")
         if path.is_file():
             source = path.read_text(encoding="utf-8")
         if source is None:
@@ -473,5 +482,11 @@ def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
             if token is not None
         }
         return ChatTemplate(str(source), texts)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}", field="source") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{vocabulary.folder / 'tokenizer_config.json'}: invalid chat template or token: "
+            f"{error}",
+            field="source",
+        ) from error

@@ -38,7 +38,7 @@ class Vocabulary:
         self.folder = folder
         self.tokenizer = _open_tokenizer(folder / "tokenizer.json")
         self.config = self.read("config.json")
-        self.size = int(self.config.get("vocab_size") or self.tokenizer.get_vocab_size())
+        self.size = self._read_size()
         """The number of logits, which can differ from the number of tokens."""
         added = self.tokenizer.get_added_tokens_decoder()
         self.special = {
@@ -68,11 +68,20 @@ class Vocabulary:
             return {}
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path}: {error}", field="source") from error
         if not isinstance(document, dict):
             raise ConfigurationError(f"{path}: must be a JSON object", field="source")
         return document
+
+    def _read_size(self) -> int:
+        size = self.config.get("vocab_size") or self.tokenizer.get_vocab_size()
+        if not isinstance(size, int) or size < 1:
+            raise ConfigurationError(
+                f"{self.folder / 'config.json'}: vocab_size must be a whole number of at least 1",
+                field="source",
+            )
+        return size
 
     def _read_ends(self) -> list[int]:
         """Returns the end-of-text tokens from the first file that lists any.

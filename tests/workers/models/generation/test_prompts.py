@@ -1,9 +1,11 @@
 """Prompts as token ids, and prompts that are rejected."""
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +263,24 @@ def test_a_broken_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> 
         PromptPreparer(tiny.entry(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"vocab_size": "many"}'),
+        ("generation_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", '{"chat_template": [5]}'),
+    ],
+)
+def test_a_folder_with_odd_settings_is_refused(
+    folder: Path, tmp_path: Path, name: str, text: str
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigurationError, match=name):
+        PromptPreparer(tiny.entry(), tmp_path)
+
+
 def write_ends(folder: Path, **ends: object) -> None:
     """Sets the end-of-text token IDs. None removes them."""
     for name, value in ends.items():
@@ -356,6 +376,23 @@ def test_a_template_that_loops_forever_is_ended() -> None:
     )
     with pytest.raises(ValueError, match="takes more than the maximum of 2 s"):
         template.render([USER], [])
+
+
+def test_another_thread_does_not_extend_a_templates_time() -> None:
+    seconds = itertools.count(step=0.5)
+
+    def look() -> float:
+        if is_rendering and threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=template.render, args=([], []))
+            other.start()
+            other.join()
+        return next(seconds)
+
+    is_rendering = False
+    template = ChatTemplate("{% for message in messages %}{% endfor %}", {}, clock=look)
+    is_rendering = True
+    with pytest.raises(ValueError, match="takes more than the maximum of 2 s"):
+        template.render([USER] * 99, [])
 
 
 def test_preparing_imports_no_model_library(folder: Path) -> None:
