@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import obstore
@@ -49,6 +50,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
         "package:shared/nothing",
         "package:.",
         "local:/no/such/folder",
+        "local:~no-such-user/folder",
         "s3://bucket/x",
     ],
 )
@@ -152,6 +154,25 @@ def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="gs://weights/tiny"):
         resolve("gs://weights/tiny", "1", tmp_path, open_bucket=lambda name: store)
     assert [path for path in tmp_path.rglob("*") if "1" in path.name] == []
+
+
+def test_a_revision_may_contain_a_slash(bucket: MemoryStore, tmp_path: Path) -> None:
+    def open_bucket(name: str) -> MemoryStore:
+        return bucket
+
+    folder = resolve("gs://weights/models/tiny", "refs/1", tmp_path, open_bucket=open_bucket)
+    assert (folder / "config.json").read_bytes() == b"models/tiny/config.json"
+    file = resolve_file("gs://weights/other", "refs/1", tmp_path, open_bucket=open_bucket)
+    assert file.read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("get", [resolve, resolve_file])
+def test_a_cache_that_can_not_be_written_is_unavailable(
+    bucket: MemoryStore, tmp_path: Path, get: Callable[..., Path]
+) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(Unavailable, match="gs://weights/other"):
+        get("gs://weights/other", "1", tmp_path / "cache", open_bucket=lambda name: bucket)
 
 
 def test_an_empty_prefix_is_refused(bucket: MemoryStore, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import tempfile
 import zipfile
@@ -272,9 +273,8 @@ def source_digest(folder: Path, revision: str) -> str:
     ):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
-        total.update(
-            f"{path.relative_to(folder).as_posix()}\n{path.stat().st_size}\n{content}\n".encode()
-        )
+        name = os.fsencode(path.relative_to(folder).as_posix())
+        total.update(name + f"\n{path.stat().st_size}\n{content}\n".encode())
     return total.hexdigest()[:16]
 
 

@@ -116,7 +116,7 @@ class KernelStore:
                 self._restored = frozenset(self._unpack(archive))
         except FileNotFoundError:
             return 0
-        except (OSError, tarfile.TarError) as error:
+        except (OSError, EOFError, ArithmeticError, ValueError, tarfile.TarError) as error:
             log.warning("compiled kernels can't be read; compiling", extra={"error": str(error)})
             return 0
         log.info("compiled kernels restored", extra={"files": len(self._restored)})
@@ -149,32 +149,43 @@ class KernelStore:
         """
         if self._archive is None:
             return False
-        files = dict(_files())
-        fresh = {name: path for name, path in files.items() if name not in self._restored}
-        if not fresh:
-            return False
-        for chosen in (files, fresh):
-            if sum(path.stat().st_size for path in chosen.values()) <= self._max_bytes:
-                return self._write_files(self._archive, chosen)
-        log.warning("compiled kernels are too large to save", extra={"max_bytes": self._max_bytes})
-        return False
-
-    def _write_files(self, path: Path, files: dict[str, Path]) -> bool:
-        # In a bucket, the complete object appears when the file is closed.
-        part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tarfile.open(part, "w") as archive:
-                for name, file in files.items():
-                    archive.add(file, name, recursive=False)
-            part.replace(path)
-        except OSError as error:
+            files = self._choose_files()
+            if not files:
+                return False
+            _write_archive(self._archive, files)
+        except (OSError, ValueError, tarfile.TarError) as error:
             log.warning("compiled kernels can't be saved", extra={"error": str(error)})
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             return False
         log.info("compiled kernels saved", extra={"files": len(files)})
         return True
+
+    def _choose_files(self) -> dict[str, Path]:
+        """Returns the files to pack, by name. Empty if there are none, or too many bytes."""
+        files = dict(_files())
+        fresh = {name: path for name, path in files.items() if name not in self._restored}
+        if not fresh:
+            return {}
+        for chosen in (files, fresh):
+            if sum(path.stat().st_size for path in chosen.values()) <= self._max_bytes:
+                return chosen
+        log.warning("compiled kernels are too large to save", extra={"max_bytes": self._max_bytes})
+        return {}
+
+
+def _write_archive(path: Path, files: dict[str, Path]) -> None:
+    # In a bucket, the complete object appears when the file is closed.
+    part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(part, "w") as archive:
+            for name, file in files.items():
+                archive.add(file, name, recursive=False)
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def _is_below(name: str) -> bool:

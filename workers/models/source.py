@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,13 +174,14 @@ def resolve(
 
     Raises:
         ConfigurationError: the source doesn't exist.
+        Unavailable: the Hub or the bucket is unreachable, or the files can't be stored.
     """
     open_gguf = open_gguf or open_for_torch
     kind, _, rest = source.partition(":")
     if kind == "package":
         return _existing(_in_package(source, rest), source, cache_dir, open_gguf)
     if kind == "local":
-        return _existing(Path(rest).expanduser(), source, cache_dir, open_gguf)
+        return _existing(_expand_user(rest), source, cache_dir, open_gguf)
     if kind == "hf" and rest.endswith(_GGUF):
         file = resolve_file(source, revision, cache_dir, weights_dir=weights_dir)
         return open_gguf(file, cache_dir)
@@ -210,12 +210,13 @@ def resolve_file(
 
     Raises:
         ConfigurationError: the file doesn't exist, or its source's prefix is unknown.
+        Unavailable: same as in `resolve`.
     """
     kind, _, rest = source.partition(":")
     if kind == "package":
         file = _in_package(source, rest)
     elif kind == "local":
-        file = Path(rest).expanduser()
+        file = _expand_user(rest)
     elif kind == "hf":
         repository, name = repository_of(source)
         folder = find_copy(weights_dir, repository, revision) if weights_dir else None
@@ -253,6 +254,11 @@ def _in_package(source: str, rest: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise _no_such(source, f"package {name!r} is not installed")
     return Path(next(iter(spec.submodule_search_locations))) / below
+
+
+def _expand_user(path: str) -> Path:
+    """Unlike Path's method, accepts a user who doesn't exist."""
+    return Path(os.path.expanduser(path))
 
 
 def _existing(folder: Path, source: str, cache_dir: Path, open_gguf: OpenGguf) -> Path:
@@ -321,22 +327,28 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
     folder = cache_dir / bucket / prefix.strip("/").replace("/", "--") / revision
     if folder.is_dir():
         return folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{revision}-", dir=folder.parent))
     try:
-        if not _download(open_bucket(bucket), prefix.strip("/"), partial):
-            raise _no_such(source, "it is empty")
-        try:
-            partial.rename(folder)
-        except OSError:
-            # Another worker on this machine finished first, and its copy is just as good.
-            if not folder.is_dir():
-                raise
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
+        ) as parent:
+            partial = Path(parent, folder.name)
+            partial.mkdir()
+            if not _download(open_bucket(bucket), prefix.strip("/"), partial):
+                raise _no_such(source, "it is empty")
+            _publish(partial, folder)
     except (BaseError, OSError) as error:
         raise Unavailable(f"source {source}: {error}", field="source") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder.resolve()
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        # Another worker on this machine finished first, and its copy is just as good.
+        if not folder.is_dir():
+            raise
 
 
 def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenBucket) -> Path:
@@ -347,20 +359,24 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
     file = folder / place.name
     if file.is_file():
         return file
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{place.name}-", dir=folder)
-    os.close(descriptor)
     try:
-        store = open_bucket(bucket)
-        _download_objects(store, [(obstore.head(store, path), Path(partial))])
-        Path(partial).rename(file)
-    except FileNotFoundError as error:
-        raise _no_such(source, "the object does not exist") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{place.name}-", dir=folder, ignore_cleanup_errors=True
+        ) as parent:
+            store, partial = open_bucket(bucket), Path(parent, place.name)
+            _download_objects(store, [(_find_object(store, path, source), partial)])
+            partial.rename(file)
     except (BaseError, OSError) as error:
         raise Unavailable(f"source {source}: {error}", field="source") from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
     return file
+
+
+def _find_object(store: ObjectStore, path: str, source: str) -> ObjectMeta:
+    try:
+        return obstore.head(store, path)
+    except FileNotFoundError as error:
+        raise _no_such(source, "the object does not exist") from error
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -160,6 +162,36 @@ def test_an_archive_writes_nowhere_else(disk: Path, tmp_path: Path, name: str) -
     assert not (tmp_path / "outside").exists()
 
 
+def test_a_file_that_vanishes_ends_nothing(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A compiler renames its files while the store lists them."""
+    compiled(disk, "inductor/a", "inductor/b")
+    listed: set[str] = set()
+    stat = Path.stat
+
+    def look(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        listed.add(path.name)
+        if path.name == "a" and "b" in listed:
+            (disk / "inductor/b").unlink(missing_ok=True)
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", look)
+    assert not KernelStore(tmp_path / "mount", "m", CPU).keep()
+
+
+def test_an_archive_with_a_time_that_no_file_can_have_is_not_read(
+    disk: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "mount" / "m" / f"{kernel_key(CPU)}.tar"
+    path.parent.mkdir(parents=True)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("inductor/a")
+        member.pax_headers = {"mtime": "1e300"}
+        archive.addfile(member)
+    assert KernelStore(tmp_path / "mount", "m", CPU).restore() == 0
+
+
 def test_what_can_not_be_read_or_written_is_compiled(disk: Path, tmp_path: Path) -> None:
     compiled(disk, "inductor/a")
     mount = tmp_path / "mount"
@@ -169,6 +201,8 @@ def test_what_can_not_be_read_or_written_is_compiled(disk: Path, tmp_path: Path)
     store = KernelStore(mount, "m", CPU)
     assert store.restore() == 0
     assert store.keep(), "replaced"
+    path.write_bytes(gzip.compress(bytes(10_000))[:20])
+    assert store.restore() == 0
     (tmp_path / "file").touch()
     assert not KernelStore(tmp_path / "file", "m", CPU).keep()
     nowhere = KernelStore(None, "m", CPU)

@@ -48,18 +48,26 @@ def open_for_torch(path: Path, cache_dir: Path) -> Path:
     """Returns a GGUF file's folder for torch, under `cache_dir`, creating it if necessary.
 
     Raises:
-        ConfigurationError: the file can't be read, or the `gguf` package is missing.
+        ConfigurationError: the file can't be read, its folder can't be written, or the `gguf`
+            package is missing.
     """
-    return _make_folder(path, cache_dir, "converted")
+    return _open_folder(path, cache_dir, "converted")
 
 
 def open_for_engine(path: Path, cache_dir: Path) -> Path:
     """Returns a GGUF file's folder for an engine, under `cache_dir`, creating it if necessary.
 
     Raises:
-        ConfigurationError: the file can't be read, or the `gguf` package is missing.
+        ConfigurationError: see `open_for_torch`.
     """
-    return _make_folder(path, cache_dir, "described")
+    return _open_folder(path, cache_dir, "described")
+
+
+def _open_folder(path: Path, cache_dir: Path, form: str) -> Path:
+    try:
+        return _make_folder(path, cache_dir, form)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error}", field="source") from error
 
 
 def _make_folder(path: Path, cache_dir: Path, form: str) -> Path:
@@ -133,6 +141,7 @@ def _convert_apart(path: Path, folder: Path, form: str) -> None:
             check=True,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=MAX_S,
             cwd=root,
             stdin=reading,

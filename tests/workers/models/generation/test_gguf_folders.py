@@ -94,6 +94,7 @@ def test_folder_that_lacks_something_is_no_model(
         ('touch "$4/config.json"', "could not be loaded as a model"),
         (f"{WHOLE}; echo no such tensor >&2; exit 1", "no such tensor"),
         ("kill -9 $$", "it failed"),
+        ("printf 'no \\377 tensor' >&2; exit 1", "no \ufffd tensor"),
     ],
 )
 def test_conversion_that_fails_leaves_nothing(
@@ -104,6 +105,14 @@ def test_conversion_that_fails_leaves_nothing(
         resolve(f"local:{file}", "main", tmp_path / "cache")
     assert refused.value.field == "source"
     assert names(tmp_path / "cache/gguf") == []
+
+
+def test_folder_that_can_not_be_written_is_named(
+    converter: Converter, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(ConfigurationError, match=r"a\.gguf: .*cache"):
+        resolve(f"local:{file}", "main", tmp_path / "cache")
 
 
 def test_two_at_a_time_make_one_folder(converter: Converter, file: Path, tmp_path: Path) -> None:
