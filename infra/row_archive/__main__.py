@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 from prometheus_client import Counter, start_http_server
 
 from infra.row_archive.archive import ArchivedDays, RowArchive, RowArchiveSettings
 from infra.row_archive.loads import BigQueryLoader
-from shared.errors import ConfigurationError, Unavailable
+from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.logs import configure_logs
 from shared.process.concurrency import backoff
 from shared.process.loopback import exempt_loopback_from_proxies
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = commands.add_parser(
         "restore", help="load archived days that are missing from BigQuery"
     )
-    restore.add_argument("--from", dest="since", metavar="DAY", default="2000-01-01")
-    restore.add_argument("--to", dest="until", metavar="DAY", default="9999-12-31")
+    restore.add_argument("--from", dest="since", type=_day, metavar="DAY", default="2000-01-01")
+    restore.add_argument("--to", dest="until", type=_day, metavar="DAY", default="9999-12-31")
     options = parser.parse_args(argv)
     try:
         settings = read_settings(RowArchiveSettings)
@@ -64,10 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             asyncio.run(_restore(settings, objects, options.since, options.until))
         else:
             asyncio.run(_run(settings, objects))
-    except (ConfigurationError, Unavailable) as error:
+    except PenstockError as error:
         print(f"penstock row archive: {error.message}", file=sys.stderr)
         return 1
     return 0
+
+
+def _day(text: str) -> str:
+    """Returns a day as it appears in the names of folders: `2026-11-23`."""
+    return date.fromisoformat(text).isoformat()
 
 
 async def _restore(

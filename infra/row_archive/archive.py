@@ -92,6 +92,7 @@ class CheckedLines(NamedTuple):
     """An object's lines, after checking."""
 
     good: list[bytes]
+    """The rows, each encoded again, so that DuckDB reads the values that were checked."""
     trimmed: int
     """Number of rows with a column unknown to this release."""
     bad: list[bytes]
@@ -118,28 +119,31 @@ class LineChecker:
         checked = CheckedLines([], 0, [])
         trimmed = 0
         for line in lines:
-            if self._fits(self._strict, line):
-                checked.good.append(line)
-            elif self._fits(self._known, line):
-                checked.good.append(line)
+            row = self._decode(self._strict, line)
+            if row is None and (row := self._decode(self._known, line)) is not None:
                 trimmed += 1
-            else:
+            if row is None:
                 checked.bad.append(line)
+            else:
+                checked.good.append(msgspec.json.encode(row))
         return checked._replace(trimmed=trimmed)
 
-    def _fits(self, decoder: msgspec.json.Decoder[msgspec.Struct], line: bytes) -> bool:
+    def _decode(
+        self, decoder: msgspec.json.Decoder[msgspec.Struct], line: bytes
+    ) -> msgspec.Struct | None:
+        """Returns the row. None if the line does not fit."""
         try:
-            decoder.decode(line)
+            return decoder.decode(line)
         except MALFORMED:
-            return False
-        return True
+            return None
 
 
 def decompress_lines(data: bytes) -> list[bytes]:
     """Decompresses an object. Returns its lines.
 
     Raises:
-        ValueError: the data is not in gzip format, is truncated, or exceeds UNPACKED_MAX_BYTES.
+        ValueError: the data is not in gzip format, is truncated or followed by other data, or
+            exceeds UNPACKED_MAX_BYTES.
     """
     unpacking = zlib.decompressobj(_GZIP)
     try:
@@ -148,6 +152,8 @@ def decompress_lines(data: bytes) -> list[bytes]:
         raise ValueError(str(error)) from error
     if not unpacking.eof:
         raise ValueError("truncated or too large")
+    if unpacking.unused_data:
+        raise ValueError("followed by other data")
     return lines.splitlines()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -206,6 +207,8 @@ async def test_without_bigquery_the_files_are_all(tmp_path: Path) -> None:
         b' "status": "s"}',
         b'{"row_id": "x", "request_id": "r", "item": 0, "model": "m", "received_at": 1e18,'
         b' "status": "s"}',
+        b'{"row_id": "x", "request_id": "r", "item": 0, "model": "m", "received_at": 1,'
+        b' "status": "s", "mood": ' + b"[" * 2000 + b"]" * 2000 + b"}",
     ],
 )
 async def test_line_that_is_no_row_is_put_aside(tmp_path: Path, line: bytes) -> None:
@@ -217,7 +220,13 @@ async def test_line_that_is_no_row_is_put_aside(tmp_path: Path, line: bytes) -> 
     assert await objects.get(rejected, 10**6) == line
 
 
-@pytest.mark.parametrize("data", [b"", b"no gzip", b"\x1f\x8b\x08\x00", b"\x1f\x8b" + b"\0" * 50])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"no gzip", b"\x1f\x8b\x08\x00", b"\x1f\x8b" + b"\0" * 50),
+        gzip.compress(b"{}\n", mtime=0) + gzip.compress(b"{}\n", mtime=0),
+    ],
+)
 async def test_damaged_object_is_put_aside(tmp_path: Path, data: bytes) -> None:
     objects, table = FragileStore(), TableOfRows()
     await put(objects, [row(0)], "a")
@@ -241,6 +250,16 @@ async def test_column_of_a_newer_release_is_left_out(tmp_path: Path) -> None:
     await archive_all(RowArchive(objects, "rows", table))
     assert await kept(objects, table, tmp_path) == each_once(2)
     assert all("mood" not in one for one in await archived(objects, tmp_path))
+
+
+async def test_column_that_a_line_has_twice_holds_up_no_other_row(tmp_path: Path) -> None:
+    objects, table = FragileStore(), TableOfRows()
+    twice = msgspec.json.encode(row(1))[:-1] + b', "model": "maxi"}'
+    await put(objects, [row(0), twice, row(2)], "a")
+    await archive_all(RowArchive(objects, "rows", table))
+    assert await kept(objects, table, tmp_path) == each_once(3)
+    models = [fields["model"] for fields in await archived(objects, tmp_path)]
+    assert models.count("maxi") == 1
 
 
 async def test_backlog_takes_several_passes(tmp_path: Path) -> None:

@@ -109,6 +109,13 @@ def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
     assert [*(tmp_path / "incoming/rows").iterdir()], "they wait until the place is free"
 
 
+@pytest.mark.parametrize("day", ["yesterday", "2026-9-1", "2026-09-31"])
+def test_day_that_no_folder_can_have_is_refused(tmp_path: Path, day: str) -> None:
+    status, reported = ended("restore", "--from", day, rows_url=f"file://{tmp_path}")
+    assert status == 2
+    assert f"argument --from: invalid _day value: '{day}'" in reported
+
+
 def test_lost_table_is_restored(bigquery_endpoint: str, tmp_path: Path) -> None:
     url, project = f"file://{tmp_path}", f"p-{uuid.uuid4().hex[:12]}"
     ObjectSender(url, "rows").send(lines(row(0), row(1, 1_790_000_000.0 + 86_400)))
