@@ -80,6 +80,14 @@ def test_a_packed_file_is_unpacked(client: bigquery.Client) -> None:
     assert rows_of(client, f"SELECT * FROM {PLACE}") == [(1, "n")]
 
 
+def test_a_damaged_packed_file_is_refused(client: bigquery.Client) -> None:
+    packed = bytearray(gzip.compress(b'{"id": 1, "name": "n"}\n' * 1000, mtime=0))
+    packed[20] ^= 0xFF
+    packed[25] ^= 0xFF
+    with pytest.raises(BadRequest, match="Error while reading data"):
+        load(client, bytes(packed), source_format="NEWLINE_DELIMITED_JSON", schema=SCHEMA)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "rows"),
     [
@@ -170,7 +178,8 @@ def test_the_columns_of_a_csv_are_detected(client: bigquery.Client) -> None:
 
 
 def test_bad_records_are_counted_and_named(client: bigquery.Client) -> None:
-    content = '{"id": 1}\n{"id": "x"}\nno json\n{"name": "n"}\n[1]\n'
+    deep = '{"name": ' + "[" * 5_000 + "]" * 5_000 + "}"
+    content = f'{{"id": 1}}\n{{"id": "x"}}\n{deep}\n{{"name": "n"}}\n[1]\n'
     options = {"source_format": "NEWLINE_DELIMITED_JSON", "schema": SCHEMA}
     with pytest.raises(BadRequest, match="errors: 4"):
         load(client, content, **options)

@@ -69,6 +69,20 @@ def test_a_named_parameter_keeps_its_type_and_value(
     assert result.schema[0].field_type in (kind, "INTEGER", "FLOAT", "BOOLEAN")
 
 
+@pytest.mark.parametrize("value", ["-_8=", "+/8="])
+def test_bytes_are_taken_in_both_alphabets(client: bigquery.Client, value: str) -> None:
+    parameter = {
+        "name": "v",
+        "parameterType": {"type": "BYTES"},
+        "parameterValue": {"value": value},
+    }
+    config = QueryJobConfig.from_api_repr(
+        {"query": {"queryParameters": [parameter], "parameterMode": "NAMED"}}
+    )
+    result = client.query("SELECT @v", job_config=config).result(timeout=WAIT_LIMIT_S)
+    assert [row.values() for row in result] == [(b"\xfb\xff",)]
+
+
 @pytest.mark.parametrize("kind", ["STRING", "INT64", "TIMESTAMP", "NUMERIC", "BYTES"])
 def test_a_parameter_may_be_null(client: bigquery.Client, kind: str) -> None:
     parameter = ScalarQueryParameter("v", kind, None)

@@ -121,6 +121,7 @@ def test_numbers_may_be_text_null_is_not_set_and_the_unknown_is_ignored(
     [
         # The time of day is not included, because the test names must be the same in every process.
         (gzip.compress(b"{}", mtime=0)[:-4], "gzip", 400),
+        (gzip.compress(b"{}", mtime=0) + b"no gzip", "gzip", 400),
         (b"{}", "gzip", 400),
         (b"{}", "br", 400),
         # A gzip bomb: 40 KB that decompress to 40 MB.
@@ -141,6 +142,15 @@ def test_a_body_that_is_no_json_is_refused(
     headers = {"Content-Encoding": encoding}
     answered, _, answer = request(bigquery_endpoint, "POST", QUERIES, body, **headers)
     assert (answered, answer["error"]["code"]) == (status, status)
+
+
+def test_a_gzip_body_may_consist_of_several_files(bigquery_endpoint: str) -> None:
+    whole = json.dumps(QUERY).encode()
+    body = gzip.compress(whole[:20], mtime=0) + gzip.compress(whole[20:], mtime=0)
+    status, _, answer = request(
+        bigquery_endpoint, "POST", QUERIES, body, **{"Content-Encoding": "gzip"}
+    )
+    assert (status, answer["rows"]) == (200, [{"f": [{"v": "1"}]}])
 
 
 def test_an_upload_goes_on_after_a_part_that_makes_no_sense(bigquery_endpoint: str) -> None:

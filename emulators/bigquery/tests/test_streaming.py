@@ -190,6 +190,8 @@ def test_a_value_is_taken_in_its_other_forms(
         ("NUMERIC", "nan"),
         ("TIMESTAMP", "2024-13-01"),
         ("TIMESTAMP", 1e18),
+        ("TIMESTAMP", "1e999999"),
+        ("TIMESTAMP", "2024-01-01 America/Argentina"),
         ("DATE", "2024-02-30"),
         ("TIME", "25:00:00"),
         ("DATETIME", "yesterday"),

@@ -7,6 +7,7 @@ https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/Job#JobConfigurati
 
 import gzip
 import io
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -217,7 +218,7 @@ def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Lin
     text = io.TextIOWrapper(raw, encoding, errors="replace", newline="" if is_csv else None)
     try:
         yield from _csv_rows(config, text, schema) if is_csv else _json_rows(text)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise InvalidError(f"Error while reading data, error message: {error}") from error
     finally:
         # A later step reads the file again, and closing the wrapper would close it.

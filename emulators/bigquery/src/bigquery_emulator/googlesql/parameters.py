@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from bigquery_emulator.googlesql.analysis.types import (
     type_of_parameter,
 )
 from bigquery_emulator.tables.schema import Json, parse_schema, quoted
-from bigquery_emulator.tables.values import BadValueError, canonical_scalar
+from bigquery_emulator.tables.values import BadValueError, canonical_scalar, decode_base64
 
 _PLACEHOLDER = re.compile(r"\$(bq_(?:zone_)?\d+)\b")
 _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
@@ -109,7 +108,7 @@ def _scalar(name: str, value: Any, values: dict[str, Any]) -> str:
     placeholder = f"bq_zone_{len(values)}" if is_zone else f"bq_{len(values)}"
     if value is not None and kind.type == "BYTES":
         canonical_scalar("BYTES", value)
-        values[placeholder] = base64.b64decode(value)
+        values[placeholder] = decode_base64(value)
     else:
         scalar = canonical_scalar(kind.type, value)
         values[placeholder] = bytes(scalar).decode() if isinstance(scalar, msgspec.Raw) else scalar

@@ -55,8 +55,6 @@ def json_object(raw: bytes) -> Json:
         decoded = read_row(raw)
     except ValueError as error:
         raise InvalidError(f"Parse Error: {error}") from error
-    except RecursionError as error:
-        raise InvalidError("Parse Error: nested too deeply") from error
     if not isinstance(decoded, dict):
         raise InvalidError("Invalid JSON payload received: the root must be an object.")
     return decoded
@@ -96,8 +94,10 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
         async for part in request.stream():
             # Decompressed in chunks, because a kilobyte may decompress to a megabyte.
             while part:
+                if unpacking.eof:  # a gzip body may consist of several files
+                    unpacking = zlib.decompressobj(_GZIP_WINDOW_BITS)
                 yield unpacking.decompress(part, _UNPACKED_BYTES)
-                part = unpacking.unconsumed_tail
+                part = unpacking.unconsumed_tail or unpacking.unused_data
     except zlib.error as error:
         raise InvalidError(f"Invalid gzip body: {error}") from error
     if not unpacking.eof:

@@ -86,7 +86,7 @@ class TableCatalog:
         return table
 
     def tables_of(self, key: DatasetKey) -> list[TableResource]:
-        """Returns a dataset's tables and views, keyed by name."""
+        """Returns a dataset's tables and views, sorted by name."""
         self.dataset(key)
         tables = [table for name, table in list(self.tables.items()) if name.dataset == key]
         return sorted(tables, key=lambda table: table.key.table_id)

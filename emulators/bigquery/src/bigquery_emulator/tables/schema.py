@@ -126,10 +126,12 @@ def parse_schema(fields: Sequence[Json]) -> Schema:
         UnsupportedError: this server does not support a type or an option.
     """
     schema = tuple(_parse_field(field) for field in fields)
-    names = [field.name.lower() for field in schema]
-    for name in names:
-        if names.count(name) > 1:
+    names: set[str] = set()
+    for field in schema:
+        name = field.name.lower()
+        if name in names:
             raise InvalidError(f"Field {name} already exists in schema")
+        names.add(name)
     return schema
 
 

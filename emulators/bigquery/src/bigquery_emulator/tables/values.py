@@ -7,7 +7,6 @@ https://docs.cloud.google.com/bigquery/docs/loading-data-cloud-storage-json#deta
 """
 
 import base64
-import binascii
 import json
 import math
 import re
@@ -64,10 +63,13 @@ def read_row(text: str | bytes) -> Any:
     """Parses the JSON in an incoming row or in a request that contains rows.
 
     Raises:
-        ValueError: the text is not valid JSON, or contains NaN, Infinity, or a number beyond
-            FLOAT64's range.
+        ValueError: the text is not valid JSON, is nested too deeply, or contains NaN, Infinity, or
+            a number beyond FLOAT64's range.
     """
-    return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    try:
+        return json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _no_number(name: str) -> Any:
@@ -152,10 +154,19 @@ def _bytes(value: Any, path: str) -> str:
     try:
         if not isinstance(value, str):
             raise ValueError
-        raw = base64.b64decode(value.replace("-", "+").replace("_", "/"), validate=True)
-    except (ValueError, binascii.Error):
+        raw = decode_base64(value)
+    except ValueError:
         raise BadValueError(path, "Could not decode base64 string to bytes.") from None
     return "".join(f"\\x{byte:02X}" for byte in raw)
+
+
+def decode_base64(text: str) -> bytes:
+    """Decodes base64 in either of its alphabets.
+
+    Raises:
+        ValueError: the text is not valid base64.
+    """
+    return base64.b64decode(text.replace("-", "+").replace("_", "/"), validate=True)
 
 
 def _json(value: Any, path: str) -> msgspec.Raw:
@@ -177,7 +188,8 @@ def canonical_json(value: Any) -> msgspec.Raw:
 def _timestamp(value: Any, path: str) -> str:
     try:
         moment = _moment(value)
-    except (ValueError, OverflowError, InvalidOperation, ZoneInfoNotFoundError):
+    # ArithmeticError: the number is too large. OSError: the zone names a folder.
+    except (ValueError, ArithmeticError, OSError, ZoneInfoNotFoundError):
         message = (
             f"Could not parse '{shown(value)}' as a timestamp. Required format is YYYY-MM-DD"
             " HH:MM[:SS[.SSSSSS]] or YYYY/MM/DD HH:MM[:SS[.SSSSSS]]"
