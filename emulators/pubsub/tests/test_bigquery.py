@@ -141,6 +141,9 @@ async def test_unknown_fields_are_dropped_if_asked(
         ('{"at": 1.5}', "at: a number for a TIMESTAMP must be a whole number of microseconds"),
         ('{"at": 1e300}', "at: a number for a TIMESTAMP must be a whole number of microseconds"),
         (f'{{"at": {10**20}}}', "microseconds is out of range"),
+        ('{"id": ' + "[" * 900 + "]" * 900 + "}", "nested more than 500 levels deep"),
+        ('{"id": ' + "[" * 9999 + "]" * 9999 + "}", "the message is not valid JSON"),
+        ('{"\\ud800": 1}', "?: no such field"),
     ],
 )
 async def test_message_that_does_not_fit_is_dead_lettered_with_the_reason(

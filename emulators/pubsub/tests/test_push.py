@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pubsub_emulator.http_connection import HttpConnection
+from pubsub_emulator.http_connection import HttpConnection, HttpFailed
 from pubsub_emulator.protos import message_class
 from pubsub_emulator.server import PubsubServer, serve
 from tests.endpoint import Endpoint, listening_endpoint
@@ -174,6 +174,14 @@ async def test_connection_is_kept_for_the_next_post(endpoint: Endpoint) -> None:
     assert answers == [(200, b"ok"), (500, b"ok"), (204, b"")]
     assert endpoint.connections == 1
     connection.close()
+
+
+@pytest.mark.parametrize("path", ["a b", "\u00fc", "\x7f"])
+async def test_url_that_http_can_not_send_is_a_failure(endpoint: Endpoint, path: str) -> None:
+    """A data directory from an older release may contain such a URL."""
+    connection = HttpConnection(f"{endpoint.url}/{path}")
+    with pytest.raises(HttpFailed, match="the URL or a header is invalid"):
+        await connection.post([], b"a")
 
 
 async def test_post_on_a_connection_that_the_other_side_closed_goes_over_a_new_one() -> None:

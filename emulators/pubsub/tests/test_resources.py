@@ -109,7 +109,11 @@ def test_invalid_labels_are_refused(labels: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["ftp://x/y", "localhost:80", "http://", "http://h:99999/", "http://[::1"]
+    "endpoint",
+    [
+        *("ftp://x/y", "localhost:80", "http://", "http://h:99999/", "http://[::1"),
+        *("http://h/a b", "http://h/\u00fc", "http://h/\n", "http://h/\0"),
+    ],
 )
 def test_invalid_push_endpoint_is_refused(endpoint: str) -> None:
     world = World()

@@ -216,6 +216,16 @@ async def test_malformed_query_is_refused_with_its_name(
 
 
 @pytest.mark.anyio
+async def test_list_in_the_query_does_not_add_to_a_text_in_the_body(
+    http: httpx.AsyncClient,
+) -> None:
+    await made(http)
+    refusal = await http.post(f"{SUBSCRIPTION}:acknowledge?ackIds=a", json={"ackIds": "b"})
+    assert error(refusal)[:2] == (400, "INVALID_ARGUMENT")
+    assert '"ackIds" is specified twice' in error(refusal)[2]
+
+
+@pytest.mark.anyio
 async def test_refusals_have_googles_codes(http: httpx.AsyncClient) -> None:
     assert error(await http.get(TOPIC))[:2] == (404, "NOT_FOUND")
     await made(http)

@@ -400,3 +400,23 @@ async def test_long_definition_is_read_on_the_wire_too(server: PubsubServer) -> 
             except grpc.aio.AioRpcError as error:
                 outcome = error.code().name
             assert outcome == code
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("definition", "message"),
+    [
+        ('{"type": "record", "name": "\\ud800", "fields": []}', b"{}"),
+        ('{"type": "map", "values": "int"}', b'{"\\ud800": "x"}'),
+    ],
+)
+async def test_refusal_that_quotes_half_a_character_arrives(
+    server: PubsubServer, definition: str, message: bytes
+) -> None:
+    request = message_class("ValidateMessageRequest")(
+        parent="projects/p", schema=schema(definition), encoding=JSON, message=message
+    )
+    async with connect(server.endpoint) as wire:
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await wire.call("SchemaService", "ValidateMessage", request, "ValidateMessageResponse")
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -31,6 +31,9 @@ class PubsubError(Exception):
     reason = ""
     metadata: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, message: str) -> None:
+        super().__init__(_without_surrogates(message))
+
 
 class InvalidArgument(PubsubError):
     """The request is invalid regardless of the server's state."""
@@ -67,7 +70,10 @@ class MessageRefused(InvalidArgument):
     def __init__(self, encoding: str, kind: str, why: str) -> None:
         super().__init__("Invalid data in message: Message failed schema validation.")
         self.reason = f"INVALID_{encoding}_{kind}_MESSAGE"
-        self.metadata = {"message": "Message failed schema validation", "revisionInfo": why}
+        self.metadata = {
+            "message": "Message failed schema validation",
+            "revisionInfo": _without_surrogates(why),
+        }
 
 
 class ResourceNotFound(PubsubError):
@@ -110,6 +116,11 @@ class ServerUnavailable(PubsubError):
     """The server is stopping, or cannot write to its disk. Clients retry."""
 
     status = "UNAVAILABLE"
+
+
+def _without_surrogates(text: str) -> str:
+    """Replace unpaired surrogates, which JSON may contain but gRPC can't send."""
+    return text.encode(errors="replace").decode()
 
 
 def resource_not_found(path: str) -> ResourceNotFound:

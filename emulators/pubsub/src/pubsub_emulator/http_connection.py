@@ -60,13 +60,17 @@ class HttpConnection:
             target: path, including the leading slash.
 
         Raises:
-            HttpFailed: connecting failed, or the response is not HTTP.
+            HttpFailed: connecting failed, the response is not HTTP, or HTTP can't send the target
+                or a header.
         """
-        request = h11.Request(
-            method=method,
-            target=target,
-            headers=[("Host", self._authority), ("Content-Length", str(len(body))), *headers],
-        )
+        try:
+            request = h11.Request(
+                method=method,
+                target=target,
+                headers=[("Host", self._authority), ("Content-Length", str(len(body))), *headers],
+            )
+        except (UnicodeError, h11.ProtocolError) as error:
+            raise HttpFailed(f"the URL or a header is invalid: {error}") from error
         while True:
             is_reused = self._http is not None
             try:

@@ -18,6 +18,8 @@ Column = Mapping[str, Any]
 Columns = Mapping[str, Column]
 """Keyed by lowercase name, because BigQuery's names are not case-sensitive."""
 
+MAX_NESTING = 500
+"""BigQuery's limit. Somewhat deeper, Python can read JSON but can no longer write it."""
 METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -71,7 +73,21 @@ def _fields_of(data: bytes, columns: Columns) -> Row:
         raise RowRefused(f"the message is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RowRefused("the message is not a JSON object")
+    if _is_nested_deeper(fields, MAX_NESTING):
+        raise RowRefused(f"the message is nested more than {MAX_NESTING} levels deep")
     return _as_inserted(fields, columns)
+
+
+def _is_nested_deeper(fields: Row, levels: int) -> bool:
+    level: list[Any] = [fields]
+    for _ in range(levels):
+        inner: list[Any] = []
+        for value in level:
+            inner += value.values() if isinstance(value, dict) else value
+        level = [value for value in inner if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _as_inserted(fields: Row, columns: Columns) -> Row:

@@ -105,8 +105,8 @@ def _put(fields: dict[str, Any], descriptor: Any, name: str, value: str) -> None
         raise InvalidArgument(
             f'Invalid JSON payload received. Unknown name "{name}": Cannot bind query parameter.'
         )
-    if field.is_repeated:
-        fields.setdefault(last, []).append(value)
+    if field.is_repeated and isinstance(fields.setdefault(last, []), list):
+        fields[last].append(value)
     elif last in fields:
         raise InvalidArgument(f'The query parameter "{name}" is specified twice.')
     else:

@@ -66,21 +66,21 @@ class ChangeJournal:
         """Reject a call whose changes must be durable, before it changes anything.
 
         Raises:
-            Unavailable: nothing can be stored at the moment.
+            ServerUnavailable: nothing can be stored at the moment.
         """
 
     async def committed(self) -> None:
         """Wait until everything recorded so far will survive this process.
 
         Raises:
-            Unavailable: storing failed. Uncommitted messages were withdrawn.
+            ServerUnavailable: storing failed. Uncommitted messages were withdrawn.
         """
 
     async def acks_committed(self) -> None:
         """Wait until all acks recorded so far will survive this process.
 
         Raises:
-            Unavailable: they could not be stored yet.
+            ServerUnavailable: they could not be stored yet.
         """
 
     def after_commit(self, act: Callable[[], None]) -> None:

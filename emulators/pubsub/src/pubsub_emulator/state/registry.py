@@ -124,7 +124,9 @@ class Registry:
         )
         if delivery.failure:
             letter.attributes["CloudPubSubDeadLetterSourceDeliveryErrorMessage"] = (
-                delivery.failure.encode()[:MOST_ATTRIBUTE_BYTES].decode(errors="ignore")
+                delivery.failure.encode(errors="replace")[:MOST_ATTRIBUTE_BYTES].decode(
+                    errors="ignore"
+                )
             )
         stored = self.store(letter, dict(letter.attributes), self.timers.now_s())
         for _ in topic.deliver(stored):

@@ -38,6 +38,7 @@ _SHORTEST_TTL_S = _DAY_S
 _MAX_LABELS = 64
 _LABEL_KEY = re.compile(r"[^\W\d_A-Z](?:[^\WA-Z]|-){0,62}")
 _LABEL_VALUE = re.compile(r"(?:[^\WA-Z]|-){0,63}")
+_URL = re.compile(r"[\x21-\x7e]+")
 
 _TOPIC_FIELDS_WITHOUT_EFFECT_HERE = (
     "ingestion_data_source_settings",
@@ -155,7 +156,12 @@ def checked_push_config(push_config: PushConfig, subscription: Subscription) -> 
 
 
 def is_http_url(endpoint: str) -> bool:
-    """True if this is an http or https URL with a host."""
+    """True if this is an http or https URL with a host, and HTTP can send each of its characters.
+
+    Other characters, such as spaces, must be escaped.
+    """
+    if not _URL.fullmatch(endpoint):
+        return False
     try:
         url = urlsplit(endpoint)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

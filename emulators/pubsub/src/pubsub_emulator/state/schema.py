@@ -56,9 +56,11 @@ class StoredSchema:
 
     def definition(self, revision: Schema) -> Definition:
         """Return a revision's parsed definition. It is parsed only once."""
-        if revision.revision_id not in self._definitions:
-            self._definitions[revision.revision_id] = read_definition(revision)
-        return self._definitions[revision.revision_id]
+        definition = self._definitions.get(revision.revision_id)
+        if definition is None:
+            definition = self._definitions[revision.revision_id] = read_definition(revision)
+        # Not looked up again, because another thread may have removed the revision.
+        return definition
 
     def remove(self, revision_id: str) -> None:
         """Remove a revision.
