@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="Terraform's output api_urls, as JSON; checked after each step",
     )
-    parser.add_argument("--steps", default="5,25,50,100", help="percent (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=_steps, default="5,25,50,100", help="percent (default: %(default)s)"
+    )
     parser.add_argument("--watch-s", type=float, default=360.0, help="how long to watch each step")
     parser.add_argument(
         "--error-ratio", type=float, default=0.02, help="share of responses that may be 5xx"
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 def _rollout(options: argparse.Namespace) -> Rollout:
     if options.command == "back" and not options.revision:
         raise ConfigurationError("back requires --revision", field="revision")
+    urls = _read_urls(options.urls_file) if options.urls_file else {}
     google = GoogleClient(default_credentials())
     catalog = read_catalog(options.models_file)
     where = f"projects/{options.project}/locations"
@@ -105,11 +108,23 @@ def _rollout(options: argparse.Namespace) -> Rollout:
         key = google.secret(options.project, options.key_secret).strip()
         return smoke(url, key, catalog)
 
-    urls: dict[str, str] = (
-        json.loads(options.urls_file.read_text(encoding="utf-8")) if options.urls_file else {}
+    return Rollout(
+        services, judge, check, urls, steps_percent=options.steps, watch_s=options.watch_s
     )
-    steps = [int(percent) for percent in options.steps.split(",")]
-    return Rollout(services, judge, check, urls, steps_percent=steps, watch_s=options.watch_s)
+
+
+def _steps(text: str) -> list[int]:
+    return [int(percent) for percent in text.split(",")]
+
+
+def _read_urls(path: Path) -> dict[str, str]:
+    try:
+        urls = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: {error}", field="urls-file") from error
+    if not isinstance(urls, dict):
+        raise ConfigurationError(f"{path}: must be an object", field="urls-file")
+    return urls
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -89,7 +89,10 @@ class GoogleClient:
         """Returns the latest version of a secret. Raises the same errors as `get`."""
         path = f"v1/projects/{project}/secrets/{name}/versions/latest:access"
         version = self.get("secretmanager", path) or {}
-        return base64.b64decode(version["payload"]["data"]).decode()
+        try:
+            return base64.b64decode(version["payload"]["data"]).decode()
+        except (KeyError, TypeError, ValueError) as error:
+            raise Unavailable(f"secret {name}: not a text: {error!r}") from error
 
     def _ask(
         self, verb: str, api: str, path: str, *, missing_ok: bool = False, **options: Any
@@ -105,5 +108,8 @@ class GoogleClient:
             return None
         if answer.status_code != 200:
             raise Unavailable(f"{verb} {url}: {answer.status_code} {answer.text[:500]}")
-        document: dict[str, Any] = answer.json()
+        try:
+            document: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise Unavailable(f"{verb} {url}: the response is not JSON: {error}") from error
         return document

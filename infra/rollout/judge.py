@@ -29,8 +29,8 @@ class CanaryJudge:
 
     Args:
         error_ratio: share of responses that are allowed to be 5xx.
-        least_requests: with fewer requests than this, a revision is considered neither good nor
-            bad.
+        least_requests: with fewer requests than this, a revision is considered good, no matter how
+            many of them failed.
     """
 
     def __init__(

@@ -75,6 +75,9 @@ class GoogleApis:
         self.dimensions = 3
         self.cuts_off = False
         """True if the embeddings response is cut off before the end of the body."""
+        self.garbled = ""
+        """The end of the paths whose responses are not JSON."""
+        self.secret = base64.b64encode(f"{KEY}\n".encode()).decode()
         self.asked: list[str] = []
 
     def answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
@@ -86,7 +89,7 @@ class GoogleApis:
             self.asked.append(body["input"])
             return 200, {"data": [{"embedding": [1.0] + [0.0] * (self.dimensions - 1)}]}
         if path.endswith(":access"):
-            return 200, {"payload": {"data": base64.b64encode(f"{KEY}\n".encode()).decode()}}
+            return 200, {"payload": {"data": self.secret}}
         if path.endswith("/timeSeries"):
             return 200, self._series(query["filter"])
         if "/operations/" in path:
@@ -146,7 +149,8 @@ def serving(apis: GoogleApis) -> Iterator[str]:
                 status, found = 401, {"error": "no such key"}
             else:
                 status, found = apis.answer(self.command, parts.path, query, body)
-            reply = json.dumps(found).encode()
+            is_garbled = bool(apis.garbled) and parts.path.endswith(apis.garbled)
+            reply = b"<html>" if is_garbled else json.dumps(found).encode()
             is_cut_off = apis.cuts_off and parts.path == "/v1/embeddings"
             self.send_response(status)
             self.send_header("content-length", str(len(reply)))

@@ -5,11 +5,13 @@ after every failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
+from infra.rollout.__main__ import main
 from infra.rollout.google import GoogleClient
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
@@ -238,3 +240,41 @@ def test_first_release_is_asked_too(apis: GoogleApis, catalog: Catalog) -> None:
     apis.dimensions = 4
     with pytest.raises(Unavailable, match="not a unit vector"):
         rolling.roll()
+
+
+def test_response_of_google_that_is_no_json_gives_everything_back(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
+    rolling = rollout(apis, catalog)
+    rolling.hold()
+    for region in apis.regions.values():
+        region.deploy("api-2")
+    apis.garbled = "/timeSeries"
+    with pytest.raises(Unavailable, match="the response is not JSON"):
+        rolling.roll()
+    assert apis.regions[WEST].shares == {"api-1": 100}
+    apis.garbled = ":access"
+    with pytest.raises(Unavailable, match="the response is not JSON"):
+        rolling.try_candidate()
+
+
+@pytest.mark.parametrize("data", ["/w==", "not base64!"])
+def test_secret_that_is_no_text_is_told(apis: GoogleApis, catalog: Catalog, data: str) -> None:
+    apis.secret = data
+    with pytest.raises(Unavailable, match="secret penstock-release-key: not a text"):
+        rollout(apis, catalog).roll()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--steps", "5,all"], "argument --steps: invalid _steps value: '5,all'"),
+        (["--urls-file", "missing.json"], "rollout: missing.json: "),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_is_asked(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with suppress(SystemExit):
+        assert main(["roll", "--project", PROJECT, "--regions", WEST, *words]) == 1
+    assert reason in capsys.readouterr().err
