@@ -98,7 +98,12 @@ def is_installed() -> bool:
 
 
 def with_text_model(models_file: Path, catalog_file: Path) -> Path:
-    """Writes a copy of the catalog that also contains the text model. Returns `catalog_file`."""
+    """Writes a copy of the catalog that also contains the text model. Returns `catalog_file`.
+
+    Raises:
+        ConfigurationError: the catalog is not valid.
+    """
+    read_catalog(models_file)
     catalog = yaml.safe_load(models_file.read_text(encoding="utf-8"))
     names = [[entry["name"], *entry.get("aliases", ())] for entry in catalog["models"]]
     if not any(MODEL in own for own in names):
@@ -162,7 +167,7 @@ def run_demo(
     """Runs the demo. Images, logs, and rows are left in `demo_dir`.
 
     Args:
-        demo_dir: folder whose contents are deleted first.
+        demo_dir: folder for the images. Its folder `state`, for logs and rows, is deleted first.
 
     Raises:
         PenstockError: a process did not start, or a result was missing or wrong.

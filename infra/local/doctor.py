@@ -9,7 +9,6 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
-import os
 import re
 import shutil
 import sys
@@ -229,16 +228,17 @@ def _disk() -> Diagnosis:
 
 
 def _memory() -> Diagnosis:
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         # Includes caches that Linux can reclaim. Without them, free memory looks low on any busy
         # machine.
         available = re.search(
             r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
         )
-        free_bytes = int(available[1]) * 1024 if available else free_bytes
     except OSError:
-        pass
+        available = None
+    if available is None:
+        return Diagnosis("memory", "not checked, because this system has no /proc/meminfo")
+    free_bytes = int(available[1]) * 1024
     fix = (
         ""
         if free_bytes >= FREE_MEMORY_BYTES
@@ -296,11 +296,10 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         tries["records"] = _redis("PENSTOCK_RECORDS_URL", settings.records_url, True)
     if settings.rows_url:
         tries["rows"] = _objects("PENSTOCK_ROWS_URL", settings.rows_url, "rows_url")
-    api = read_settings(ApiSettings)
-    if api.inbox_pool:
-        place = f"the pool of {api.inbox_pool} inboxes, starting at {api.inbox_first}"
-        check = partial(check_inboxes, api, REACH_LIMIT_S - 1)
-        tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, check)
+    try:
+        tries |= _inboxes(read_settings(ApiSettings))
+    except ConfigurationError as error:
+        yield Diagnosis("settings", error.message, "correct the variable, or unset it")
     for service, (variable, place, reach) in tries.items():
         try:
             asyncio.run(_within_limit(reach()))
@@ -322,6 +321,14 @@ def _broker(settings: Settings) -> dict[str, Try]:
         return {"RabbitMQ": ("PENSTOCK_BROKER", _without_password(settings.broker), reach)}
     place = settings.pubsub_endpoint or "Google's own"
     return {"Pub/Sub": ("PENSTOCK_PUBSUB_ENDPOINT", place, reach)}
+
+
+def _inboxes(settings: ApiSettings) -> dict[str, Try]:
+    if not settings.inbox_pool:
+        return {}
+    place = f"the pool of {settings.inbox_pool} inboxes, starting at {settings.inbox_first}"
+    check = partial(check_inboxes, settings, REACH_LIMIT_S - 1)
+    return {"inboxes": ("PENSTOCK_INBOX_POOL", place, check)}
 
 
 def _redis(variable: str, url: str, has_records: bool) -> Try:

@@ -148,8 +148,7 @@ class Process:
 
         Raises:
             Unavailable: it exited with a different code, or not within `limit_s` seconds. The
-                message
-            contains the end of its log.
+                message contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while self.is_running:

@@ -62,6 +62,8 @@ class Reloader:
                 model_class, workers[model_class.model], processes, supervisor, report, clock
             )
             for model_class in classes
+            # The catalog may have gained a model since the stack read it.
+            if model_class.model in workers
         ]
         self._clock = clock
         self._next_s = 0.0

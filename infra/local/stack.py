@@ -67,6 +67,9 @@ def load_secrets(state_dir: Path) -> dict[str, str]:
 
     Args:
         state_dir: folder that contains `secrets.json`, which only its owner may read.
+
+    Raises:
+        ConfigurationError: the file is damaged.
     """
     path = state_dir / "secrets.json"
     if not path.exists():
@@ -80,7 +83,12 @@ def load_secrets(state_dir: Path) -> dict[str, str]:
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
             json.dump(processes, file)
         part.rename(path)
-    saved_secrets: dict[str, str] = json.loads(path.read_text())
+    try:
+        saved_secrets: dict[str, str] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path} is damaged; delete it to create new secrets: {error}"
+        ) from error
     return saved_secrets
 
 
@@ -163,6 +171,8 @@ class Stack:
         """The processes, keyed by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions, row-archive.
         """
+        self.models: Sequence[Model] = ()
+        """The models that are served, once the stack has been started."""
         self.workers: dict[str, str] = {}
         """Names of the processes that serve each model, keyed by model name."""
         self._given_settings = dict(settings or {})
@@ -251,6 +261,7 @@ class Stack:
             undo.callback(self.report, "stopped", "")
             settings = self.settings
             catalog = read_catalog(settings.models_file)
+            self.models = catalog.models
             self._check_ports()
             health = self._free_health_ports(len(catalog.worker_groups))
             makers = self._start_makers(undo, catalog)

@@ -145,7 +145,7 @@ class StackProcesses:
     """Creates a stack's processes, without starting them.
 
     Args:
-        given: `PENSTOCK_*` variables for every process, which override the stack's own.
+        variables: `PENSTOCK_*` variables for every process, which override the stack's own.
         keep_messages: true if Pub/Sub keeps its messages in the state folder.
         has_rabbitmq: true if the stack starts RabbitMQ as the broker.
     """

@@ -229,7 +229,9 @@ class _Watched:
         deaths = sum(now_s - at_s < WINDOW_S for at_s in self._deaths_s)
         if not was_ready and self._part.is_optional and not is_hopeless:
             self._failed_starts += 1
-            pause_s = min(FIRST_START_PAUSE_S * 2.0 ** (self._failed_starts - 1), MAX_START_PAUSE_S)
+            # A worker that never starts is restarted for days, so the power has a limit.
+            doublings = min(self._failed_starts - 1, 16)
+            pause_s = min(FIRST_START_PAUSE_S * 2.0**doublings, MAX_START_PAUSE_S)
             self._start_again(pause_s, death, "the other models are still being served")
             return None
         if is_hopeless or (deaths > MAX_DEATHS and self._part.is_optional):
@@ -254,9 +256,9 @@ class _Watched:
 
     def _start(self) -> str | None:
         self._start_s = None
+        self._expect_ready()
         try:
             self._part.process.start()
         except Unavailable as error:
             return self._handle_death(f"did not start: {error.message}")
-        self._expect_ready()
         return None

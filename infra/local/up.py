@@ -23,7 +23,6 @@ from infra.local.running_stack import Announcement, RunningStack, hold_state_fol
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
 from infra.rollout.examples import EXAMPLES
-from shared.models.catalog_file import read_catalog
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import is_loopback
 from shared.stores.key_stores import key_store
@@ -178,7 +177,7 @@ def _announce(announcement: Announcement, stack: Stack) -> None:
 
 
 def _usage(stack: Stack, not_ready: Sequence[str]) -> str:
-    models = read_catalog(stack.settings.models_file).models
+    models = stack.models
     missing = [model.name for model in models if stack.workers[model.name] in not_ready]
     model = next((model for model in models if model.name not in missing), models[0])
     title = f"Penstock is up, without {', '.join(missing)}." if missing else "Penstock is up."

@@ -12,6 +12,7 @@ import yaml
 from infra.local.demo import MODEL, what_it_shows, with_text_model
 from models.shapes.draw import draw
 from models.shapes.world import DrawnShape, Scene
+from shared.errors import ConfigurationError
 from shared.models.catalog_file import read_catalog
 from shared.models.interface import ModelInterface
 
@@ -82,3 +83,10 @@ def test_the_examples_add_the_same_text_model(tmp_path: Path) -> None:
     document = Path("examples/README.md").read_text(encoding="utf-8")
     entry = document.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(entry) == yaml.safe_load(made.read_text(encoding="utf-8"))["models"][-1:]
+
+
+@pytest.mark.parametrize("catalog", ["models: [", "models: {}", "- 1"])
+def test_invalid_catalog_is_told(tmp_path: Path, catalog: str) -> None:
+    (tmp_path / "models.yaml").write_text(catalog)
+    with pytest.raises(ConfigurationError, match=r"models\.yaml"):
+        with_text_model(tmp_path / "models.yaml", tmp_path / "new" / "models.yaml")

@@ -91,6 +91,15 @@ def test_a_change_restarts_the_worker_and_has_the_catalog_read_again(world: Worl
     wait_until(lambda: "read again" in world.api.log_path.read_text(), WAIT_LIMIT_S)
 
 
+def test_a_class_added_since_the_start_is_not_watched(world: World, tmp_path: Path) -> None:
+    classes = [LocalClass("new", str(tmp_path)), LocalClass("mine", str(world.file.parent))]
+    reloader = Reloader(
+        classes, {"mine": "worker-mine"}, {}, world.supervisor, lambda word, facts: None
+    )
+    reloader.look()
+    reloader.close()
+
+
 def test_sources_that_can_t_be_served_restart_nothing(world: World) -> None:
     first = world.worker.pid
     world.file.write_text("def predict(:\n")

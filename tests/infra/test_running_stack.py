@@ -103,3 +103,17 @@ def test_worker_is_killed_by_name(tmp_path: Path, announcement: Announcement) ->
         assert killed.stdout == f"killed worker-mini, process {victim.pid}\n"
         victim.wait_ready(lambda: not victim.is_running, WAIT_LIMIT_S)
         assert victim.ending == "was killed by SIGKILL"
+
+
+def test_process_with_exactly_the_name_is_killed(
+    tmp_path: Path, announcement: Announcement
+) -> None:
+    with Process(
+        "victim", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path
+    ) as victim:
+        running = {"worker-mini-large": 2**22 + 1, "worker-mini": victim.pid}
+        announcement.update(RunningStack({}, running, needs_keys=False))
+        killed = penstock(tmp_path, "kill", "worker-mini")
+        assert killed.stdout == f"killed worker-mini, process {victim.pid}\n"
+    refused = penstock(tmp_path, "kill", "worker-mini-large")
+    assert "name: worker-mini-large, process 4194305, has just exited" in refused.stderr

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from infra.local.ports import Ports
 from infra.local.process import listens
-from infra.local.stack import Stack
+from infra.local.stack import Stack, load_secrets
 from shared.errors import ConfigurationError, Unavailable
 from shared.process.cores import usable_cores
 from tests.infra.running_up import CATALOG, MINI, Up, catalog, running_up, wait_until
@@ -50,6 +50,13 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
             stack.__enter__()
     assert stack.processes == {}
     assert not [line for line in said if "ready" in line]
+
+
+def test_secrets_stay_the_same_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+    assert load_secrets(tmp_path) == load_secrets(tmp_path)
+    (tmp_path / "secrets.json").write_text("")
+    with pytest.raises(ConfigurationError, match=r"secrets\.json is damaged; delete it"):
+        load_secrets(tmp_path)
 
 
 def test_every_model_needs_a_health_port(tmp_path: Path) -> None:

@@ -241,6 +241,22 @@ def test_program_that_is_gone_counts_as_dead(run: Callable[..., World], tmp_path
     assert "can't run on this machine: No such file" in world.reported[-1][1]
 
 
+def test_worker_that_cannot_start_for_days_ends_nothing(
+    run: Callable[..., World], tmp_path: Path
+) -> None:
+    program = tmp_path / "python"
+    program.symlink_to(sys.executable)
+    world = run(str(program))
+    supervisor = world.start_of_a_worker()
+    program.unlink()
+    world.process.kill()
+    for _ in range(1100):
+        assert supervisor.look() is None
+        world.now_s += MAX_START_PAUSE_S
+    assert f"restarts in {MAX_START_PAUSE_S:g} s" in world.reported[-1][1]
+    assert len(world.reported) == 1100
+
+
 def test_restart_is_no_death(run: Callable[..., World]) -> None:
     world = run()
     first, started = world.process.pid, []
