@@ -43,7 +43,14 @@ plans = typer.Typer(help="Plans: limits and weights.", no_args_is_help=True)
 @keys.command("init")
 def start_directory(
     source: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="start from an exported directory")
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="start from an exported directory",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
 ) -> None:
     """Create the key directory. Fails if it already exists."""

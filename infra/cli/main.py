@@ -275,9 +275,13 @@ def kill(
         raise BadInput(
             f"name: there is no process {name!r}; choose one of {', '.join(stack.processes)}"
         )
-    pid = stack.processes[names[0]]
-    os.kill(pid, signal.SIGKILL)
-    typer.echo(f"killed {names[0]}, process {pid}")
+    chosen = name if name in names else names[0]
+    pid = stack.processes[chosen]
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError as error:
+        raise BadInput(f"name: {chosen}, process {pid}, has just exited") from error
+    typer.echo(f"killed {chosen}, process {pid}")
 
 
 add_tool(app, "monitoring", "penstock-monitoring")

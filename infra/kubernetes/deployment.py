@@ -161,6 +161,8 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
         raise ConfigurationError(
             f"{path}: no region {region!r}; available: {known}", field="region"
         )
+    if not isinstance(regions[region], dict):
+        raise ConfigurationError(f"{path}: {region}: must be an object", field=region)
     try:
         return Deployment.model_validate(regions[region] | options)
     except ValidationError as error:

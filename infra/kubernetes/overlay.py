@@ -392,8 +392,10 @@ def replace_folder(
         kind: kind of folder, for the error message.
 
     Raises:
-        ConfigurationError: the folder contains something else.
+        ConfigurationError: the folder contains something else, or is a file.
     """
+    if out.exists() and not out.is_dir():
+        raise ConfigurationError(f"{out} is not a folder")
     if out.exists() and any(out.iterdir()) and not (out / mark).is_file():
         raise ConfigurationError(f"{out} contains something other than {kind}")
     out = out.resolve()

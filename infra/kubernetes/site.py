@@ -38,6 +38,8 @@ _NETWORK = f"^({_IPV4}|{_IPV6})$"
 Kubernetes accepts such addresses too.
 """
 
+_PORT = "(6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5]?[0-9]{1,4})"
+REDIS = rf"^rediss?://(\[[0-9A-Fa-f:.]+\]|[^\s@/:\[\]?#]+)(:{_PORT})?(/[0-9]+)?$"
 BUCKET = r"^(gs|s3)://[a-z0-9][a-z0-9._-]*[a-z0-9](/[A-Za-z0-9._/-]*)?$"
 
 
@@ -176,7 +178,7 @@ class GivenRedis(_Part):
     """An existing Redis."""
 
     kind: Literal["given"]
-    url: str = Field(pattern=r"^rediss?://[^\s@/]+(/[0-9]+)?$")
+    url: str = Field(pattern=REDIS)
     """URL without a password, because the URL is stored in a ConfigMap."""
     networks: tuple[Network, ...] = Field(min_length=1)
     """The server's addresses, for the network policies."""

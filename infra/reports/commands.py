@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -79,7 +80,7 @@ def report(
         for report_ in chosen
     ]
     results: list[ReportResult] = []
-    with _waiting(), open_configured_runner(int(max_gib * GIB)) as runner:
+    with _waiting(), open_configured_runner(_bytes_of(max_gib)) as runner:
         for report_, question in zip(chosen, questions, strict=True):
             own = _own(report_, values, is_only=name != ALL)
             if dry_run:
@@ -110,7 +111,7 @@ def invoice(
         raise BadInput(f"format: must be html or csv, got {format_!r}", field="format")
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
-    with _waiting(), open_configured_runner(int(max_gib * GIB)) as runner:
+    with _waiting(), open_configured_runner(_bytes_of(max_gib)) as runner:
         result = runner.run(find_report("invoice"), question)
     documents = invoices(result, terms_of(read_settings(InvoiceSettings)))
     if output is None:
@@ -121,6 +122,12 @@ def invoice(
         _save(output / f"{document.number}.{format_}", formatted([document]))
     if not documents:
         typer.echo("there was no usage in that month", err=True)
+
+
+def _bytes_of(gib: float) -> int:
+    if not math.isfinite(gib):
+        raise BadInput(f"max-gib: must be a finite number, got {gib}", field="max_gib")
+    return int(gib * GIB)
 
 
 def _list(*, as_json: bool) -> None:
@@ -265,12 +272,12 @@ def _call(url: str, parameters: Mapping[str, str]) -> str:
             f"function: must be an http or https URL, got {url[:80]!r}", field="function"
         )
     headers = {"content-type": "application/json"}
-    request = Request(url, json.dumps(dict(parameters)).encode(), headers)
     try:
+        request = Request(url, json.dumps(dict(parameters)).encode(), headers)
         with urlopen(request, timeout=CALL_LIMIT_S) as answer:
-            return str(answer.read().decode())
+            return str(answer.read().decode(errors="replace"))
     except HTTPError as error:
         reason = error.read().decode(errors="replace")[:400]
         raise Unavailable(f"the function returned {error.code}: {reason}") from error
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: the URL is invalid
         raise Unavailable(f"the function is unreachable: {error}") from error

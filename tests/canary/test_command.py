@@ -11,6 +11,7 @@ from infra.cli.main import app
 from shared.canary.store import CanaryStore
 from shared.canary.verdict import CanaryCounts, RevisionCounts
 from shared.models.catalog_file import read_catalog
+from shared.models.interface import ModelInterface
 
 ENTRIES = """\
 # The models.
@@ -113,6 +114,35 @@ def test_promoted_canary_is_the_revision(models_file: Path, redis_url: str, cana
     assert all(line.replace("hf:a/texts", source) in after for line in kept)
     models_file.write_text(before)
     assert status()["taken_back"] == "promoted"
+
+
+CUSTOM_ENTRY = """\
+  - name: mine
+    task: custom
+    source: gs://bucket/mine
+    interface: penstock.schema.json
+"""
+
+
+def test_canary_beside_a_custom_model_is_promoted_by_its_alias(
+    models_file: Path, redis_url: str
+) -> None:
+    interface = ModelInterface(
+        inputs={"type": "object", "properties": {"text": {"type": "string"}}},
+        output={"type": "string"},
+        cog_version="0.23.1",
+        sources_sha256="0" * 64,
+    )
+    (models_file.parent / "penstock.schema.json").write_text(interface.as_json)
+    entries = ENTRIES.format(canary=IN_A_LINE + "\n    aliases: [words]") + CUSTOM_ENTRY
+    models_file.write_text(entries)
+    happen(redis_url, models_file)
+    types("promote", "words")
+    assert read_catalog(models_file).find("texts").revision == "2"
+    assert sorted(path.name for path in models_file.parent.iterdir()) == [
+        "models.yaml",
+        "penstock.schema.json",
+    ]
 
 
 def test_bad_canary_is_promoted_only_by_force(models_file: Path, redis_url: str) -> None:

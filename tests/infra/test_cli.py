@@ -303,3 +303,26 @@ def test_doctor_names_a_wrong_setting() -> None:
     assert "PENSTOCK_LOG_LEVEL" in findings["settings"]["facts"]
     assert findings["settings"]["fix"]
     assert findings["Python"]["fix"] == ""
+
+
+def test_doctor_names_a_wrong_setting_of_the_api_beside_the_rest(redis_url: str) -> None:
+    reported = penstock(
+        "doctor",
+        "--json",
+        PENSTOCK_REDIS_URL=redis_url,
+        PENSTOCK_PUBSUB_ENDPOINT="127.0.0.1:9",
+        PENSTOCK_BIGQUERY_ENDPOINT="http://127.0.0.1:9",
+        PENSTOCK_INBOX_POOL="many",
+    )
+    assert reported.returncode == 1
+    findings = {finding["what"]: finding for finding in json.loads(reported.stdout)}
+    assert "PENSTOCK_INBOX_POOL" in findings["settings"]["facts"]
+    assert findings["Redis"]["fix"] == ""
+
+
+def test_bounds_and_addresses_that_are_no_numbers_or_urls_are_refused() -> None:
+    reported = penstock("report", "usage", "--max-gib", "inf")
+    assert reported.stderr == "penstock: max-gib: must be a finite number, got inf\n"
+    reported = penstock("run-daily", "--function", "http://[bad")
+    assert reported.stderr.startswith("penstock: the function is unreachable: ")
+    assert reported.stderr.count("\n") == 1

@@ -161,6 +161,10 @@ def test_letter_is_shown_with_its_body(site: Site, tmp_path: Path) -> None:
     assert shown["attributes"]["request_id"] == "waits"
     assert len(body.read_bytes()) == shown["bytes"] > 0
     assert "no dead letter '7'" in types("show", "texts", "7", status=1)
+    nowhere = str(tmp_path / "missing" / "body")
+    assert f"{nowhere}: No such file" in types(
+        "show", "texts", letter_id, "--data", nowhere, status=1
+    )
 
 
 def test_job_runs_again_with_its_id_and_a_new_deadline(site: Site) -> None:
@@ -172,6 +176,14 @@ def test_job_runs_again_with_its_id_and_a_new_deadline(site: Site) -> None:
     assert envelope.deadline_s == pytest.approx(time.time() + 300, abs=WAIT_LIMIT_S)
     assert envelope.start_by_s == 0
     assert listed().keys() == {"answered"}
+
+
+@pytest.mark.parametrize("verb", ["replay", "discard"])
+def test_letter_that_is_named_twice_is_taken_once(site: Site, verb: str) -> None:
+    site.die("waits", is_over=verb == "discard")
+    letter_id = listed()["waits"]["id"]
+    done = {"replay": "run again", "discard": "discarded"}[verb]
+    assert types(verb, "texts", letter_id, letter_id) == f"texts: 1 {done}, 0 left\n"
 
 
 def test_claims_of_workers_that_died_do_not_count_again(site: Site) -> None:

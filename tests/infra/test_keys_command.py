@@ -218,3 +218,12 @@ def test_export_into_an_object_store_is_a_directory(
 
 def test_no_directory_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "PENSTOCK_KEYS_URL" in Operator(monkeypatch).refused("keys", "list")
+
+
+def test_exported_directory_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KEYS_URL", f"file://{tmp_path}/keys.json")
+    done = CliRunner().invoke(app, ["keys", "init", "--from", str(tmp_path / "missing.json")])
+    assert (done.exit_code, (tmp_path / "keys.json").exists()) == (2, False)
+    assert "missing.json" in done.stderr

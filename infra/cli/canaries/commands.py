@@ -9,7 +9,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import typer
@@ -36,17 +35,20 @@ def promote(path: Path, name: str) -> None:
     """Sets a model's revision and source to its canary's, and removes the canary.
 
     Raises:
-        ConfigurationError: the file doesn't have the model, the model has no canary, or its entry
-            is on a single line.
+        ConfigurationError: the file doesn't have the model, the model has no canary, its entry is
+            on a single line, or the edited catalog is not valid.
     """
     from shared.models.catalog_file import read_catalog
 
     text = path.read_text(encoding="utf-8")
     edited = _promote(text, _entry(path, text, name), path)
-    with TemporaryDirectory() as folder:
-        tried = Path(folder) / path.name
+    # In the same folder, because the paths of interface files are relative to the catalog's.
+    tried = path.with_name(f".{path.name}.promoted")
+    try:
         tried.write_text(edited, encoding="utf-8")
         read_catalog(tried)
+    finally:
+        tried.unlink(missing_ok=True)
     path.write_text(edited, encoding="utf-8")
 
 
@@ -96,9 +98,9 @@ def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
 
 
 def _ends(node: yaml.Node) -> Iterator[int]:
-    """Returns the line where each of a node's parts ends.
+    """Yields the offset where each of a node's scalars and inline collections ends.
 
-    A block ends where the next one starts.
+    YAML puts the end of a block where the next block starts, so the block's values count.
     """
     if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and not node.flow_style:
         for child in node.value:
@@ -177,7 +179,7 @@ def promote_canary(
             raise ConfigurationError(
                 f"{name}: no results yet because it has received no items recently"
             )
-        promote(path, name)
+        promote(path, canary.public_name)
         await canary_store.take_back(canary, "promoted")
 
     path = read_settings(Settings).models_file

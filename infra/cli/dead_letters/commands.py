@@ -72,7 +72,10 @@ def show(
     ((fact, body),) = _run(_models([model]), limit, act)
     print(json.dumps(fact, indent=2))
     if data is not None:
-        data.write_bytes(body)
+        try:
+            data.write_bytes(body)
+        except OSError as error:
+            raise BadInput(f"data: {data}: {error.strerror}", field="data") from error
 
 
 @dead_letters.command("replay")
@@ -150,7 +153,7 @@ def _choose(
     every: bool,
     refusal: Callable[[Letter], str],
 ) -> list[Letter]:
-    """Returns the letters with these IDs, or `every` letter that may be changed.
+    """Returns the letters with these IDs, each once, or `every` letter that may be changed.
 
     Args:
         refusal: returns the reason a letter must stay as it is. Empty if it may be changed.
@@ -163,7 +166,7 @@ def _choose(
         raise BadInput("specify the IDs of dead letters or use --all", field="id")
     if every:
         return [letter for letter in held.letters if not refusal(letter)]
-    chosen = [held.find(letter_id) for letter_id in ids or ()]
+    chosen = [held.find(letter_id) for letter_id in dict.fromkeys(ids or ())]
     for letter in chosen:
         if reason := refusal(letter):
             raise BadInput(f"{letter.id}: {reason}", field="id")

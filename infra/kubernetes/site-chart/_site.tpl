@@ -114,7 +114,7 @@ Each definition returns JSON, or the lines that it adds.
 {{- include "penstock.rule" (list $site.broker.networks $site.broker.port) }}
 {{- end }}
 {{- if eq $site.redis.kind "given" }}
-{{- $port := regexFind ":[0-9]+" (urlParse $site.redis.url).host | trimPrefix ":" | default "6379" }}
+{{- $port := regexFind ":[0-9]+$" (urlParse $site.redis.url).host | trimPrefix ":" | default "6379" }}
 {{- include "penstock.rule" (list $site.redis.networks $port) }}
 {{- end }}
 {{- if and (eq $site.objects.kind "bucket") $site.objects.networks }}

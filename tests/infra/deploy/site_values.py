@@ -77,6 +77,9 @@ SITES: dict[str, dict[str, Any]] = {
     "redis by address": {
         "redis": {"kind": "given", "url": "redis://10.9.0.7:6390", "networks": ["10.9.0.7"]},
     },
+    "redis by an IPv6 address": {
+        "redis": {"kind": "given", "url": "rediss://[fd00::7]:65535/15", "networks": ["fd00::7"]},
+    },
 }
 """Valid changes to the example."""
 WRONG: dict[str, dict[str, Any]] = {

@@ -452,6 +452,9 @@ def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="something other"):
         write_overlay(tmp_path, CATALOG, Path("models.yaml"), DEPLOYMENT)
     assert (tmp_path / "letters.txt").read_text() == "mine"
+    with pytest.raises(ConfigurationError, match=r"letters.txt is not a folder"):
+        write_overlay(tmp_path / "letters.txt", CATALOG, Path("models.yaml"), DEPLOYMENT)
+    assert (tmp_path / "letters.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -459,6 +462,7 @@ def test_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     [
         ("{", "Expecting property name"),
         ("{}", "no region 'europe-west4'"),
+        ('{"europe-west4": null}', "europe-west4: must be an object"),
         ('{"europe-west4": {}}', "project: Field required"),
         (COMPLETE, "image: String should match"),
     ],

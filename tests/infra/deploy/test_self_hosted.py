@@ -426,6 +426,11 @@ WRONG: list[tuple[str, object, str]] = [
     ),
     (
         "redis",
+        {"kind": "given", "url": "redis://host:65536/0", "networks": ["10.0.0.0/8"]},
+        "redis.given.url: String should match",
+    ),
+    (
+        "redis",
         {"kind": "given", "url": "redis://host/0", "networks": []},
         "redis.given.networks: Tuple should have at least 1",
     ),
