@@ -26,7 +26,7 @@ import msgspec
 from api.limits.accounts import BudgetReading, LimitStore, RowsAsk, budget_name
 from api.limits.counters import month_of
 from api.limits.spent import SpentQuestion, SpentReader
-from shared.errors import Unavailable
+from shared.errors import MALFORMED, Unavailable
 from shared.tenants.directory import BudgetHolder
 
 POLL_S = 1.0
@@ -53,6 +53,9 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     due_s: float = 0.0
     """Unix time of the next check. 0 if there are no more checks."""
     checks: int = 0
+
+
+_mark_decoder = msgspec.json.Decoder(Mark)
 
 
 class BudgetMarks:
@@ -132,9 +135,9 @@ class BudgetMarks:
 
     async def _check(self, budgets: Mapping[str, BudgetHolder]) -> None:
         now_s, stored = self._clock(), await self._store.marks()
-        marks = {name: msgspec.json.decode(mark, type=Mark) for name, mark in stored.items()}
+        marks = _decode_marks(stored)
         fresh = await self._mark_now([name for name in budgets if name not in marks], now_s)
-        await self._put(fresh, [name for name in marks if name not in budgets])
+        await self._put(fresh, [name for name in stored if name not in budgets])
         due = {
             name: mark
             for name, mark in (marks | fresh).items()
@@ -187,6 +190,17 @@ class BudgetMarks:
     async def _put(self, marks: Mapping[str, Mark], removed: Sequence[str] = ()) -> None:
         encoded = {name: msgspec.json.encode(mark) for name, mark in marks.items()}
         await self._store.put_marks(encoded, removed)
+
+
+def _decode_marks(stored: Mapping[str, bytes]) -> dict[str, Mark]:
+    """Returns the marks without damaged ones, whose budgets are then marked again."""
+    marks = dict[str, Mark]()
+    for name, data in stored.items():
+        try:
+            marks[name] = _mark_decoder.decode(data)
+        except MALFORMED as error:
+            log.error("budget's mark not read", extra={"budget": name, "reason": str(error)})
+    return marks
 
 
 def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -> Mark:

@@ -82,7 +82,7 @@ class PredictionFollower:
         while True:
             due = await self._holds.due(MAX_DUE)
             for hold in due:
-                await self._settle(hold)
+                await self._try_to_settle(hold)
             if len(due) < MAX_DUE:
                 break
         await self._free_slots()
@@ -96,6 +96,19 @@ class PredictionFollower:
             except Exception:
                 log.exception("settling failed")
             await asyncio.sleep(SWEEP_S)
+
+    async def _try_to_settle(self, due: DueHold) -> None:
+        """Settles a hold, or leaves it due if that fails, because the others must not wait for it.
+
+        Raises:
+            Unavailable: Redis is unreachable.
+        """
+        try:
+            await self._settle(due)
+        except Unavailable:
+            raise
+        except Exception:  # for example, its prediction is damaged
+            log.exception("a reservation was not settled", extra={"record": due.record_id})
 
     async def _settle(self, due: DueHold) -> None:
         try:

@@ -230,6 +230,19 @@ async def test_marks_are_checked_again_after_an_error_nobody_expected(
     assert "a client library has a bug" in caplog.text
 
 
+async def test_budget_whose_mark_is_damaged_is_marked_again(deployed: Deployment) -> None:
+    await deployed.set_budget(1.0)
+    await deployed.until_marked()
+    store = deployed.world.api.dependencies.limiter.store
+    await store.put_marks({budget_name(HOLDER): b'{"at_s":'})
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while (await deployed.marks())[budget_name(HOLDER)] == b'{"at_s":':  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await deployed.spend(words(2))
+    deployed.arrive()
+    await deployed.until_counted(2 * WORD_USD)
+
+
 async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: Deployment) -> None:
     await deployed.set_budget(1.0)
     await deployed.spend(words(4))

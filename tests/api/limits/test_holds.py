@@ -22,7 +22,7 @@ from shared.errors import Unavailable
 from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.models.entry import Price
 from shared.models.tasks.embedding import TextInput
-from shared.predictions import Prediction
+from shared.predictions import Prediction, decode_document
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock
@@ -249,6 +249,25 @@ async def test_late_one_is_ended_and_costs_nothing(setup: Setup) -> None:
     await setup.follower.sweep()
     await setup.follower.sweep()
     assert (await setup.spent_usd(), await setup.open_holds()) == (0, 0)
+
+
+async def test_late_one_that_can_not_be_read_holds_up_no_other(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = LatePredictions.read_linked
+
+    async def read_whole(self: LatePredictions, record_id: str, prediction_id: str) -> None:
+        if record_id == "damaged":
+            decode_document(b"{}")
+        await read(self, record_id, prediction_id)
+
+    monkeypatch.setattr(LatePredictions, "read_linked", read_whole)
+    await setup.create("damaged", left_s=-20)
+    await setup.create("late", left_s=-10)
+    await setup.follower.sweep()
+    await setup.follower.sweep()
+    assert await setup.open_holds() == 1
+    assert await setup.spent_usd() == RESERVED_USD
 
 
 async def test_what_can_not_be_read_counts_as_reserved(setup: Setup) -> None:
