@@ -67,6 +67,7 @@ def text_inputs(
     *,
     truncate: Truncate = "none",
     tokenizer: str | None = None,
+    field: str = "input",
 ) -> list[TextInput | TokensInput]:
     """Returns the inputs in the order of the texts or token lists.
 
@@ -74,6 +75,7 @@ def text_inputs(
         texts_or_tokens: one or more texts or token lists.
         truncate: the side on which to cut a text that is too long.
         tokenizer: the model whose tokenizer produced the token IDs, according to the caller.
+        field: name of the request field, for error messages.
 
     Raises:
         BadInput: there are too many inputs, or token IDs without the name of the model's tokenizer.
@@ -86,8 +88,8 @@ def text_inputs(
     )
     if len(listed) > model.text.max_items:
         raise BadInput(
-            f"input: must have at most {model.text.max_items} items, got {len(listed)}",
-            field="input",
+            f"{field}: must have at most {model.text.max_items} items, got {len(listed)}",
+            field=field,
         )
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
@@ -101,7 +103,7 @@ def text_inputs(
             size, limit, unit = len(text_or_tokens), most_bytes // TOKEN_BYTES, "tokens"
             inputs.append(TokensInput(text_or_tokens, truncate))
         if size > limit:
-            raise InputTooLarge(f"input[{index}]: must be at most {limit} {unit}", field="input")
+            raise InputTooLarge(f"{field}[{index}]: must be at most {limit} {unit}", field=field)
     return inputs
 
 
@@ -269,6 +271,11 @@ class TextsInput(Body):
         return self
 
     @property
+    def field(self) -> str:
+        """The name of the field with the text or texts."""
+        return next(name for name in ("text", "texts", "input") if getattr(self, name) is not None)
+
+    @property
     def given(self) -> str | list[str]:
         """The text or texts."""
         value = self.text or self.texts or self.input
@@ -287,13 +294,17 @@ class EmbeddingApi(ApiTask):
     ) -> Inputs:
         """Returns one item per text."""
         parsed = TextsInput.model_validate(raw_input, strict=True)
-        inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none")
-        check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given)
+        field = parsed.field
+        inputs = text_inputs(parsed.given, model, truncate=parsed.truncate or "none", field=field)
+        check_texts([parsed.given] if isinstance(parsed.given, str) else parsed.given, field)
         return Inputs(inputs, raw_input, not isinstance(parsed.given, str), is_repeatable=True)
 
 
-def check_texts(texts: list[str]) -> None:
+def check_texts(texts: list[str], field: str) -> None:
     """Checks that the texts fit in one prediction.
+
+    Args:
+        field: name of the request field, for error messages.
 
     Raises:
         BadInput: there are too many texts.
@@ -301,12 +312,12 @@ def check_texts(texts: list[str]) -> None:
     """
     if len(texts) > MAX_TEXTS:
         raise BadInput(
-            f"texts: must have at most {MAX_TEXTS} texts per prediction, got {len(texts)}",
-            field="texts",
+            f"{field}: must have at most {MAX_TEXTS} texts per prediction, got {len(texts)}",
+            field=field,
         )
     if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
         raise InputTooLarge(
-            f"texts: must be at most {MAX_TEXT_BYTES} bytes in total", field="texts"
+            f"{field}: must be at most {MAX_TEXT_BYTES} bytes in total", field=field
         )
 
 

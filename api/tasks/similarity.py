@@ -61,13 +61,14 @@ class SimilarityApi(ApiTask):
         """Returns one item per pair."""
         parsed = TextsToCompare.model_validate(raw_input, strict=True)
         pairs, limit = parsed.list_pairs(), model.text.max_input_bytes
+        field = "texts" if parsed.pairs is None else "pairs"
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
                 raise InputTooLarge(
-                    f"pair {index} has a text that exceeds the maximum of {limit} bytes",
-                    field="texts",
+                    f"{field}: pair {index} has a text that exceeds the maximum of {limit} bytes",
+                    field=field,
                 )
-        check_texts([text + query for text, query in pairs])
+        check_texts([text + query for text, query in pairs], field)
         inputs = [SimilarityInput(text, query, parsed.truncate or "none") for text, query in pairs]
         return Inputs(inputs, raw_input, is_list=True, is_repeatable=True)
 

@@ -10,7 +10,7 @@ from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput
 from shared.models.tasks.similarity import SimilarityInput
 from tests.api.fake_worker import vector_of
-from tests.api.harness import CATALOG, PAIRS_MODEL, ApiUnderTest, api_with_redis
+from tests.api.harness import CATALOG, PAIRS_MODEL, TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import WAIT
 
 pytestmark = pytest.mark.anyio
@@ -100,6 +100,26 @@ async def test_wrong_pairs_are_refused(
     assert 400 <= response.status_code < 500
     assert reason in response.text
     assert not api.worker.jobs
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (PAIRS_MODEL, {"pairs": [["a", "b"]] * 129}),
+        (PAIRS_MODEL, {"pairs": [["a", "b" * 65537]]}),
+        (TEXT_MODEL, {"texts": ["a"] * 129}),
+        (TEXT_MODEL, {"texts": ["a", "b" * 65537]}),
+        (TEXT_MODEL, {"text": "b" * 65537}),
+        (TEXT_MODEL, {"input": ["a"] * 129}),
+    ],
+)
+async def test_errors_name_the_field_that_has_the_texts(
+    api: ApiUnderTest, model: Model, given: dict[str, Any]
+) -> None:
+    body = {"version": model.name, "input": given}
+    response = await api.http.post("/v1/predictions", json=body, headers=WAIT)
+    (wrong,) = response.json()["invalid_fields"]
+    assert wrong["field"] == f"input.{next(iter(given))}"
 
 
 async def test_a_model_of_pairs_gives_no_vectors(api: ApiUnderTest) -> None:
