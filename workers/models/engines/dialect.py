@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ from workers.models.generation.vocabulary import Vocabulary
 CUT = "the stream ended before the text was complete"
 Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[EngineResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
+TakeEvents = Callable[[list[bytes]], bool]
+"""Called with the data of events that arrived together. Returns True if no more are needed."""
+_LAST_EVENT = b"data: [DONE]"
 Chances = Mapping[int, float]
 """Log probabilities by token, for the chosen token and the most likely ones."""
 
@@ -102,6 +105,10 @@ class Reply:
         return bool(self.tokens) or self.has_ended or self.has_lost
 
 
+TakeReplies = Callable[[Sequence[Reply]], bool]
+"""Called with replies that arrived together. Returns True if no more are needed."""
+
+
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
 
@@ -142,31 +149,39 @@ class EngineDialect(ABC):
         """
 
     @abstractmethod
-    def stream(
-        self, post: Post, item: PreparedPrompt, request: EngineRequest
-    ) -> AsyncGenerator[list[Reply]]:
-        """Yields the rest of a text as it is generated: lists of replies that arrived together.
+    async def stream(
+        self, post: Post, item: PreparedPrompt, request: EngineRequest, take: TakeReplies
+    ) -> None:
+        """Generates the rest of a text, until it is complete or `take` returns True.
+
+        Args:
+            take: called with replies that arrived together.
 
         Raises:
             ConnectionError: the stream ended before the text did.
-            PenstockError: there was no reply.
+            PenstockError: there was no reply, or `take` raised it.
         """
 
 
-class EventReader:
-    """Reads the data of a response's server-sent events, one line each."""
+async def follow_events(response: EngineResponse, take: TakeEvents) -> bool:
+    """Passes a response's server-sent events to `take` until the response ends or it returns True.
 
-    def __init__(self, response: EngineResponse) -> None:
-        self._response = response
-        self._buffer = b""
+    Returns whether `take` returned True.
 
-    async def read(self) -> list[bytes]:
-        """Returns the next events, which arrived together. Empty if the stream has ended."""
-        events: list[bytes] = []
-        while not events and (part := await self._response.read_part()):
-            *lines, self._buffer = (self._buffer + part).split(b"\n")
-            for line in lines:
-                kind, _, value = line.partition(b": ")
-                if kind in (b"data", b"error") and value != b"[DONE]":
-                    events.append(value)
-        return events
+    Raises:
+        OSError: the connection was lost before the response's end.
+        Exception: `take` raised it.
+    """
+    rest = b""
+
+    def take_part(part: bytes) -> bool:
+        nonlocal rest
+        *lines, rest = (rest + part).split(b"\n")
+        events = [
+            line.partition(b": ")[2]
+            for line in lines
+            if line.startswith((b"data: ", b"error: ")) and line != _LAST_EVENT
+        ]
+        return bool(events) and take(events)
+
+    return await response.follow(take_part)

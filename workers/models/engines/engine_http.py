@@ -4,7 +4,8 @@ An engine sends a step's tokens one text after another, within up to 10 ms. If e
 woke the event loop separately, it would cost nearly twice as much CPU. So when the first stream has
 data, the others get a moment to receive theirs, and then all of them are read at once. An epoll
 object holds the streams' sockets, and a second one reports only the first of them that is readable.
-Pausing and resuming the event loop's own watch would cost ten times as much.
+Pausing and resuming the event loop's own watch would cost ten times as much. Each part is passed on
+as it is read, because waking a task for it would cost more than processing it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 import msgspec
@@ -29,6 +30,8 @@ CONNECT_LIMIT_S = 30.0
 RETRY_S = 0.01
 """Pause before another attempt to connect while the server's connection queue is full."""
 READ_BYTES = 32 * 1024
+TakePart = Callable[[bytes], bool]
+"""Called with each part of a stream. Returns True if the rest is not needed."""
 
 
 class EngineHttp:
@@ -103,9 +106,8 @@ class EngineResponse:
     def __init__(self, connection: socket.socket, streams: _StreamReader) -> None:
         self.status = 0
         self.connection = connection
-        self.waiting: asyncio.Future[None] | None = None
-        """Not done while a reader waits for the stream's next part."""
         self._streams = streams
+        self._follower: _Follower | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._arrived: list[bytes] = []
         self._is_whole = False
@@ -121,19 +123,20 @@ class EngineResponse:
             await self._receive()
         return self._take()
 
-    async def read_part(self) -> bytes:
-        """Returns the part of a stream that has arrived since the last call.
+    async def follow(self, take: TakePart) -> bool:
+        """Passes the parts of a stream to `take` until the stream ends or `take` returns True.
 
-        Empty if the stream has ended.
+        Returns whether `take` returned True.
 
         Raises:
             OSError: the connection was lost before the stream's end.
+            Exception: `take` raised it.
         """
-        while not (part := self._take()) and not self._is_whole:
-            if self._error is not None:
-                raise self._error
-            await self._streams.expect(self)
-        return part
+        follower = self._follower = _Follower(take, asyncio.get_running_loop().create_future())
+        self._pass_on(follower)
+        if not follower.is_done.done():
+            self._streams.add(self)
+        return await follower.is_done
 
     async def read_head(self) -> None:
         while not self.status:
@@ -145,14 +148,30 @@ class EngineResponse:
             raise self._error
 
     def receive_now(self) -> bool:
-        """Reads what has arrived. Returns False if nothing more can follow."""
+        """Reads and passes on what has arrived. Returns False if its follower needs no more."""
+        follower = self._follower
+        assert follower is not None, "only followed streams are added; this is a bug"
+        if follower.is_done.done():  # it was canceled
+            return False
         try:
             self.feed(self.connection.recv(READ_BYTES))
         except BlockingIOError:
             return True
         except OSError as error:
             self._error = error
-        return self._error is None and not self._is_whole
+        self._pass_on(follower)
+        return not follower.is_done.done()
+
+    def _pass_on(self, follower: _Follower) -> None:
+        try:
+            if self._arrived and follower.take(self._take()):
+                follower.is_done.set_result(True)
+            elif self._is_whole:
+                follower.is_done.set_result(False)
+            elif self._error is not None:
+                follower.is_done.set_exception(self._error)
+        except Exception as error:
+            follower.is_done.set_exception(error)
 
     def feed(self, data: bytes) -> None:
         """Parses received bytes, which are empty if the connection was closed."""
@@ -183,6 +202,13 @@ class EngineResponse:
         self._is_whole = True
 
 
+class _Follower(NamedTuple):
+    """Takes a stream's parts. `is_done` is set once no more are needed."""
+
+    take: TakePart
+    is_done: asyncio.Future[bool]
+
+
 class _StreamReader:
     """Reads the open streams together."""
 
@@ -198,15 +224,12 @@ class _StreamReader:
         self._timer: asyncio.TimerHandle | None = None
         self._is_watching = False
 
-    def expect(self, response: EngineResponse) -> asyncio.Future[None]:
-        """Returns a future that is done once more of a stream has been read."""
+    def add(self, response: EngineResponse) -> None:
+        """Reads a stream until its follower is done or the stream is removed."""
         descriptor = response.connection.fileno()
-        if descriptor not in self._open:
-            self._open[descriptor] = response
-            self._epoll.register(descriptor, select.EPOLLIN)
+        self._open[descriptor] = response
+        self._epoll.register(descriptor, select.EPOLLIN)
         self._watch()
-        response.waiting = self._loop.create_future()
-        return response.waiting
 
     def remove(self, response: EngineResponse) -> None:
         """Stops reading a stream, if it is being read."""
@@ -253,7 +276,5 @@ class _StreamReader:
             response = self._open[descriptor]
             if not response.receive_now():
                 self.remove(response)
-            if response.waiting is not None and not response.waiting.done():
-                response.waiting.set_result(None)
         if self._open:
             self._watch()

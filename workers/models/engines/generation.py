@@ -11,9 +11,9 @@ enforce the schema. In these texts, each token is chosen from the tokens that th
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from shared.errors import ModelFailed
 from shared.models.tasks import Result
 from shared.models.tasks.text import TokenChunk
 from workers.models.base import PreparedPrompt
-from workers.models.engines.dialect import EngineDialect, EngineRequest, Post, Reply
+from workers.models.engines.dialect import EngineDialect, EngineRequest, Post, Reply, TakeReplies
 from workers.models.engines.slots import EngineSlots, ReadingPermit, ReadingPermits
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
@@ -48,6 +48,8 @@ class EngineGeneration:
         self._has_lost = False
         """True if a stream omitted tokens that can't be reconstructed, or violated the schema.
         """
+        self._unread = 0
+        """Number of prompt tokens that are reported together with the first written tokens."""
         self.is_waiting = True
         """True while the text waits for a slot, or for its turn to have its prompt read."""
 
@@ -133,29 +135,18 @@ class EngineGeneration:
         unread: int,
         on_work: OnWork,
     ) -> None:
+        self._unread = unread
+        take = partial(self._take_together, permit, on_work)
         while self.writing.finish is None:
             counts, known = self._cached_tokens is None, len(self.writing.ids)
             request = replace(request, ids=self.ids, counts=counts, echoes=self._must_echo)
             if self._must_go_in_pieces() or not dialect.can_stream(
                 self.item, has_written=bool(self.writing.ids)
             ):
-                replies = self._write_piece(dialect, post, request)
+                await self._write_piece(dialect, post, request, take)
             else:
                 tokens = self.item.max_tokens - len(self.writing.ids)
-                replies = dialect.stream(post, self.item, replace(request, tokens=tokens))
-            async with aclosing(replies):
-                async for together in replies:
-                    for reply in together:
-                        self._note_prompt(reply)
-                    written = [reply for reply in together if reply.is_written]
-                    if not written:
-                        continue
-                    permit.end()
-                    tokens = sum(len(reply.tokens) for reply in written)
-                    on_work(self.slot, unread + tokens, len(written))
-                    unread = 0
-                    if self._take_all(written):
-                        break
+                await dialect.stream(post, self.item, replace(request, tokens=tokens), take)
             has_progressed = self._has_lost or len(self.writing.ids) > known
             if self.writing.finish is None and not has_progressed:
                 raise ModelFailed("the engine returned a response without tokens")
@@ -165,16 +156,16 @@ class EngineGeneration:
         return self._has_lost or self.writing.must_end_number
 
     async def _write_piece(
-        self, dialect: EngineDialect, post: Post, request: EngineRequest
-    ) -> AsyncGenerator[list[Reply]]:
+        self, dialect: EngineDialect, post: Post, request: EngineRequest, take: TakeReplies
+    ) -> None:
         """Writes the next tokens."""
         if request.echoes:
-            yield [await dialect.ask(post, self.item, request)]
+            take([await dialect.ask(post, self.item, request)])
         bias, allowed = self._penalties(), self.writing.mask_allowed()
         max_tokens = PIECE_TOKENS if bias is None and allowed is None else 1
         tokens = min(max_tokens, self.item.max_tokens - len(self.writing.ids))
         request = replace(request, tokens=tokens, bias=bias, allowed=allowed)
-        yield [await dialect.ask(post, self.item, request)]
+        take([await dialect.ask(post, self.item, request)])
 
     def _penalties(self) -> dict[int, float] | None:
         """Returns the logit biases for just the next token, or None if there is only logit_bias."""
@@ -195,12 +186,26 @@ class EngineGeneration:
         if self._cached_tokens is None:
             self._cached_tokens = reply.cached_tokens
 
-    def _take_all(self, replies: Sequence[Reply]) -> bool:
+    def _take_together(
+        self, permit: ReadingPermit, on_work: OnWork, replies: Sequence[Reply]
+    ) -> bool:
         """Processes replies up to the one that ends the text or its stream, if there is one.
 
         Returns whether such a reply was found.
+
+        Raises:
+            PenstockError: the text can't continue, or does not match its schema.
         """
         for reply in replies:
+            self._note_prompt(reply)
+        written = [reply for reply in replies if reply.is_written]
+        if not written:
+            return False
+        permit.end()
+        tokens = sum(len(reply.tokens) for reply in written)
+        on_work(self.slot, self._unread + tokens, len(written))
+        self._unread = 0
+        for reply in written:
             self._take(reply)
             if self.writing.finish is not None or self._must_go_in_pieces():
                 return True

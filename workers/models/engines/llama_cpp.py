@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from workers.models.engines.dialect import (
     CUT,
     EngineDialect,
     EngineRequest,
-    EventReader,
     Hardware,
     Launch,
     Post,
     Reply,
+    TakeReplies,
+    follow_events,
 )
 from workers.models.generation.vocabulary import WHITESPACE
 from workers.models.generation.writing import NO_NUMBERS
@@ -101,24 +102,27 @@ class LlamaCpp(EngineDialect):
         return reply
 
     async def stream(
-        self, post: Post, item: PreparedPrompt, request: EngineRequest
-    ) -> AsyncGenerator[list[Reply]]:
+        self, post: Post, item: PreparedPrompt, request: EngineRequest, take: TakeReplies
+    ) -> None:
         count, is_whole = 0, False
+
+        def take_events(events: list[bytes]) -> bool:
+            nonlocal count, is_whole
+            replies = []
+            for answer in map(decode_answer, events):
+                if answer.prompt_progress is not None:
+                    replies.append(Reply(cached_tokens=answer.cached_tokens))
+                    continue
+                replies.append(self._complete(answer, count))
+                count += len(replies[-1].tokens)
+                is_whole = answer.stop
+            return take(replies)
+
         async with post(PATH, request_of(item, request, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
-            reader = EventReader(response)
-            while events := await reader.read():
-                replies = []
-                for answer in map(decode_answer, events):
-                    if answer.prompt_progress is not None:
-                        replies.append(Reply(cached_tokens=answer.cached_tokens))
-                        continue
-                    replies.append(self._complete(answer, count))
-                    count += len(replies[-1].tokens)
-                    is_whole = answer.stop
-                yield replies
-        if not is_whole:
+            has_enough = await follow_events(response, take_events)
+        if not (has_enough or is_whole):
             raise ConnectionError(CUT)
 
     def _complete(self, answer: Answer, count: int) -> Reply:

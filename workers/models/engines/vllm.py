@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
@@ -29,11 +28,12 @@ from workers.models.engines.dialect import (
     Chances,
     EngineDialect,
     EngineRequest,
-    EventReader,
     Hardware,
     Launch,
     Post,
     Reply,
+    TakeReplies,
+    follow_events,
 )
 from workers.models.engines.engine_http import EngineResponse
 from workers.models.engines.llama_cpp import grammar_of
@@ -135,10 +135,10 @@ class Vllm(EngineDialect):
         return Reply(prompt_chances=reply.prompt_chances, cached_tokens=reply.cached_tokens)
 
     async def stream(
-        self, post: Post, item: PreparedPrompt, request: EngineRequest
-    ) -> AsyncGenerator[list[Reply]]:
+        self, post: Post, item: PreparedPrompt, request: EngineRequest, take: TakeReplies
+    ) -> None:
         if request.counts or request.echoes:
-            yield [await self._read(post, item, replace(request, tokens=0))]
+            take([await self._read(post, item, replace(request, tokens=0))])
         body = self._request_of(item, request) | {
             "stream": True,
             "frequency_penalty": item.frequency_penalty,
@@ -146,17 +146,20 @@ class Vllm(EngineDialect):
         }
         if item.json_schema:
             body["structured_outputs"] = {"grammar": grammar_of(item.json_schema, _SPACES)}
+        schema_field = item.schema_field if item.json_schema else ""
+        is_whole = False
+
+        def take_events(events: list[bytes]) -> bool:
+            nonlocal is_whole
+            answers = [_decode(data, schema_field) for data in events]
+            is_whole = is_whole or any(map(_has_finished, answers))
+            return take([_reply_of(answer, item) for answer in answers])
+
         async with post(PATH, body) as response:
-            schema_field = item.schema_field if item.json_schema else ""
             if response.status != 200:
                 await _answer_of(response, schema_field)
-            is_whole, reader = False, EventReader(response)
-            while events := await reader.read():
-                answers = [_decode(data, schema_field) for data in events]
-                for answer in answers:
-                    is_whole |= any(choice.finish_reason for choice in answer.choices)
-                yield [_reply_of(answer, item) for answer in answers]
-        if not is_whole:
+            has_enough = await follow_events(response, take_events)
+        if not (has_enough or is_whole):
             raise ConnectionError(CUT)
 
     def _request_of(self, item: PreparedPrompt, request: EngineRequest) -> dict[str, Any]:
@@ -322,6 +325,10 @@ def _error_of(fault: _Fault, schema_field: str) -> PenstockError:
         )
     # Its message may contain words from the request.
     return ModelFailed("the engine rejected the text or failed to process it")
+
+
+def _has_finished(answer: _Answer) -> bool:
+    return any(choice.finish_reason for choice in answer.choices)
 
 
 def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:

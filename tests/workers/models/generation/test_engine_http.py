@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shared.errors import ModelFailed
 from tests.limits import WAIT_LIMIT_S
 from workers.models.engines import engine_http
-from workers.models.engines.engine_http import EngineHttp
+from workers.models.engines.engine_http import EngineHttp, EngineResponse
 
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"
@@ -63,22 +64,69 @@ def no_end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_http, name, 10 * WAIT_LIMIT_S)
 
 
+class Follower:
+    """Puts a stream's parts into a queue, and needs no more after a part that equals `last`."""
+
+    def __init__(self, response: EngineResponse, last: bytes = b"") -> None:
+        self.parts: asyncio.Queue[bytes] = asyncio.Queue()
+        self._last = last
+        self.end = asyncio.create_task(response.follow(self._take))
+
+    def _take(self, part: bytes) -> bool:
+        self.parts.put_nowait(part)
+        return part == self._last
+
+
 async def test_streams_that_arrive_one_after_another_are_read_whole(path: str) -> None:
+    async with opened(path) as (server, http), http.post("/", {}) as first:
+        writer = await server.opened.get()
+        following = Follower(first)
+        async with http.post("/", {}) as second:
+            second_writer = await server.opened.get()
+            second_following = Follower(second)
+            for number in range(20):
+                writer.write(chunk(b"a%d" % number))
+                await writer.drain()
+                second_writer.write(chunk(b"b%d" % number))
+                assert await following.parts.get() == b"a%d" % number
+                assert await second_following.parts.get() == b"b%d" % number
+            second_writer.write(LAST)
+            assert not await second_following.end
+        writer.write(chunk(b"c") + LAST)
+        assert await following.parts.get() == b"c"
+        assert not await following.end
+
+
+async def test_a_stream_ends_when_its_follower_needs_no_more(path: str) -> None:
     async with opened(path) as (server, http), http.post("/", {}) as first:
         writer = await server.opened.get()
         async with http.post("/", {}) as second:
             second_writer = await server.opened.get()
-            for number in range(20):
-                parts = asyncio.gather(first.read_part(), second.read_part())
-                writer.write(chunk(b"a%d" % number))
-                await writer.drain()
-                second_writer.write(chunk(b"b%d" % number))
-                assert tuple(await parts) == (b"a%d" % number, b"b%d" % number)
-            second_writer.write(LAST)
-            assert await second.read_part() == b""
-        writer.write(chunk(b"c") + LAST)
-        assert await first.read_part() == b"c"
-        assert await first.read_part() == b""
+            following, second_following = Follower(first, b"end"), Follower(second)
+            writer.write(chunk(b"end"))
+            assert await following.end
+            writer.write(chunk(b"more"))
+            second_writer.write(chunk(b"b") + LAST)
+            assert not await second_following.end
+            assert following.parts.qsize() == second_following.parts.qsize() == 1
+
+
+async def test_an_error_of_a_follower_ends_only_its_stream(path: str) -> None:
+    def fail(part: bytes) -> bool:
+        raise ModelFailed(part.decode())
+
+    async with opened(path) as (server, http), http.post("/", {}) as first:
+        writer = await server.opened.get()
+        async with http.post("/", {}) as second:
+            second_writer = await server.opened.get()
+            following = Follower(second)
+            failing = asyncio.create_task(first.follow(fail))
+            writer.write(chunk(b"bad"))
+            with pytest.raises(ModelFailed, match="bad"):
+                await failing
+            second_writer.write(chunk(b"b") + LAST)
+            assert await following.parts.get() == b"b"
+            assert not await following.end
 
 
 @pytest.mark.usefixtures("no_end_of_gathering")
@@ -86,11 +134,13 @@ async def test_a_stream_that_is_alone_waits_for_no_other(path: str) -> None:
     async with opened(path) as (server, http), http.post("/", {}) as first:
         writer = await server.opened.get()
         async with http.post("/", {}) as second:
-            waiting = asyncio.create_task(second.read_part())
+            waiting = Follower(second)
             await asyncio.sleep(0)
-            waiting.cancel()
+            waiting.end.cancel()
+        following = Follower(first)
         writer.write(chunk(b"a"))
-        assert await first.read_part() == b"a"
+        assert await following.parts.get() == b"a"
+        following.end.cancel()
 
 
 @pytest.mark.usefixtures("no_end_of_gathering")
@@ -98,26 +148,26 @@ async def test_a_stream_waits_for_the_others_of_its_step(path: str) -> None:
     async with opened(path) as (server, http), http.post("/", {}) as first:
         writer = await server.opened.get()
         async with http.post("/", {}) as second:
-            parts = [asyncio.create_task(answer.read_part()) for answer in (first, second)]
+            followers = [Follower(answer) for answer in (first, second)]
             await asyncio.sleep(0)
             writer.write(chunk(b"a"))
             await writer.drain()
             for _ in range(20):
                 await asyncio.sleep(0)
-            assert not parts[0].done()
-            for part in parts:
-                part.cancel()
+            assert followers[0].parts.empty()
+            for following in followers:
+                following.end.cancel()
 
 
 async def test_what_arrived_before_a_connection_is_lost_can_be_read(path: str) -> None:
     async with opened(path) as (server, http), http.post("/", {}) as response:
         writer = await server.opened.get()
-        part = asyncio.create_task(response.read_part())
+        following = Follower(response)
         writer.write(chunk(b"a"))
         writer.close()
-        assert await part == b"a"
+        assert await following.parts.get() == b"a"
         with pytest.raises(ConnectionError, match="was closed"):
-            await response.read_part()
+            await following.end
 
 
 @pytest.mark.parametrize("answer", [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\n", b""])

@@ -41,6 +41,7 @@ from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process, program
 from workers.models.engines.dialect import EngineRequest, Hardware
+from workers.models.engines.engine_http import TakePart
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.slots import EngineSlots, ReadingPermits
 from workers.models.engines.vllm import COMMAND, Vllm
@@ -358,13 +359,12 @@ class Answer:
     def __init__(self, body: object, status: int = 200) -> None:
         self._data = msgspec.json.encode(body)
         self.status = status
-        self._parts = [b"data: " + self._data + b"\n\ndata: [DONE]\n\n", b""]
 
     async def read(self) -> bytes:
         return self._data
 
-    async def read_part(self) -> bytes:
-        return self._parts.pop(0)
+    async def follow(self, take: TakePart) -> bool:
+        return take(b"data: " + self._data + b"\n\ndata: [DONE]\n\n")
 
 
 class Server:
@@ -442,11 +442,9 @@ async def test_bad_answers_are_told_apart(
 async def test_a_schema_that_vllm_rejects_is_the_callers(folder: Path) -> None:
     item = tiny.prompt(IDS, 4, json_schema="{}", schema_field="response_format")
     server = Server(Answer(BAD_SCHEMA, 400))
-    replies = Vllm(entry(), Vocabulary(folder)).stream(
-        server.post, item, asked_of(item, counts=False)
-    )
+    dialect = Vllm(entry(), Vocabulary(folder))
     with pytest.raises(BadInput, match="too complex") as caught:
-        await anext(replies)
+        await dialect.stream(server.post, item, asked_of(item, counts=False), lambda replies: False)
     assert caught.value.field == "response_format"
     assert "grammar" in server.asked[0]["structured_outputs"]
 
