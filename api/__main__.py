@@ -6,11 +6,9 @@ import signal
 import sys
 from contextlib import nullcontext
 
-import uvicorn
-
 from api import metrics
 from api.app import create_app
-from api.server import server_config
+from api.server import QuietServer, server_config
 from shared.brokers import admin_of, transport_of
 from shared.errors import ConfigurationError
 from shared.logs import configure_logs
@@ -56,7 +54,7 @@ def _serve(settings: ApiSettings) -> int:
             spool_max_bytes=settings.spool_max_bytes,
         ),
     )
-    server = uvicorn.Server(server_config(app, settings))
+    server = QuietServer(server_config(app, settings))
     metrics_server = (
         metrics.serve_metrics(settings.metrics_host, settings.metrics_port)
         if settings.metrics_port

@@ -24,7 +24,7 @@ from shared.canary.store import CanaryState
 from shared.canary.verdict import CanaryCounts, judge
 from shared.errors import Unavailable
 from shared.models.catalog import Catalog, Model, Revision
-from shared.process.concurrency import BackgroundTask
+from shared.process.concurrency import BackgroundTask, sleep_until_turn
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 
 REFRESH_S = 1.0
@@ -148,7 +148,7 @@ class CanaryRouter:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_S)
+            await sleep_until_turn(REFRESH_S)
             await self.refresh()
 
     async def _refresh(self, canary: Revision) -> None:

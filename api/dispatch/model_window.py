@@ -50,7 +50,7 @@ from shared.broker.transport import SmoothedDuration
 from shared.errors import MALFORMED, DeadlineExceeded, Unavailable
 from shared.models.catalog import Model
 from shared.models.service_rate import ServiceRate
-from shared.process.concurrency import BackgroundTask
+from shared.process.concurrency import BackgroundTask, sleep_until_turn
 from shared.stores.redis_client import RedisLink, load_script
 from shared.tenants.plan import Priority
 from shared.tracing.spans import STAGE, span
@@ -356,6 +356,8 @@ class PublishWindow:
         self._round_trip = round_trip
         self.of: dict[Key, ModelWindow] = {}
         """Windows, keyed by model and priority, created on first use."""
+        self.used = asyncio.Event()
+        """Set when a permit is taken."""
 
     def take(self, demand: Demand, until_s: float) -> Awaitable[None]:
         """Takes a permit to publish one job, waiting until `until_s` at the latest.
@@ -363,6 +365,7 @@ class PublishWindow:
         Raises:
             DeadlineExceeded: `until_s` (Unix seconds) has passed. No permit was taken.
         """
+        self.used.set()
         return self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
@@ -445,20 +448,27 @@ class WindowExchange:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._pause_s)
-            await self.exchange()
+            await self._windows.used.wait()
+            await sleep_until_turn(self._pause_s)
+            if not await self.exchange():
+                self._windows.used.clear()
 
-    async def exchange(self) -> None:
-        """Reports and reads, once, the state of each model with current or recent work here."""
+    async def exchange(self) -> bool:
+        """Reports and reads, once, the state of each model with current or recent work here.
+
+        Returns whether there are any such models.
+        """
         windows = [
             (key, window)
             for key, window in self._windows.of.items()
             if key in self._reported or not window.is_idle
         ]
+        if not windows:
+            return False
         # Concurrent calls share a round trip.
         heard = await asyncio.gather(*(self._exchange_one(*entry) for entry in windows))
-        if heard:
-            self._instances = max(heard)
+        self._instances = max(heard)
+        return True
 
     async def _exchange_one(self, key: Key, window: ModelWindow) -> int:
         model, priority = key

@@ -23,6 +23,7 @@ from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, sum_usa
 from api.limits.limiter import Limiter
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import MALFORMED, Unavailable
+from shared.process.concurrency import sleep_until_turn
 from shared.stores.holds import DueHold, Holds
 from shared.stores.record_state import Record
 
@@ -35,7 +36,10 @@ MAX_DUE = 16
 """Maximum number of holds to take at a time, each with its prediction's reply."""
 MAX_LOOKED_AT = 512
 """Maximum number of this instance's predictions to look up at a time."""
-SWEEP_S = 0.25
+SWEEP_S, IDLE_SWEEP_S = 0.25, 1.0
+"""Intervals between sweeps while this instance follows predictions, and while it follows none, so
+that only other instances' reservations can be due.
+"""
 ENDING_S = 10.0
 """How long to wait, after a cancellation, for the worker's final receipt, with the charge.
 
@@ -55,6 +59,7 @@ class PredictionFollower:
         self._holds = holds
         self._limiter = limiter
         self._followed_requests: deque[tuple[LimitedRequest, Hold]] = deque()
+        self._has_followed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._sweep_task = asyncio.create_task(self._sweep())
@@ -76,6 +81,7 @@ class PredictionFollower:
             limited.end()
         else:
             self._followed_requests.append((limited, hold))
+            self._has_followed.set()
 
     async def sweep(self) -> None:
         """Settles due reservations, and frees the slots of finished predictions."""
@@ -95,7 +101,16 @@ class PredictionFollower:
                 log.debug("not settled", extra={"reason": error.message})
             except Exception:
                 log.exception("settling failed")
-            await asyncio.sleep(SWEEP_S)
+            await self._rest()
+
+    async def _rest(self) -> None:
+        """Waits for the next sweep: longer while this instance follows no predictions."""
+        if not self._followed_requests:
+            self._has_followed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_SWEEP_S - SWEEP_S):
+                    await self._has_followed.wait()
+        await sleep_until_turn(SWEEP_S)
 
     async def _try_to_settle(self, due: DueHold) -> None:
         """Settles a hold, or leaves it due if that fails, because the others must not wait for it.

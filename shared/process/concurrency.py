@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
+
+EARLY_S = 0.005
+"""How much earlier than its turn a task may wake up, because event loops round times."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +65,20 @@ def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
     while True:
         yield random.uniform(0.0, bound_s)
         bound_s = min(2 * bound_s, longest_s)
+
+
+def find_turn_s(period_s: float, after_s: float) -> float:
+    """Returns the next multiple of `period_s` on the monotonic clock.
+
+    Tasks with the same period, or with multiples of it, thus wake the process together.
+    """
+    return (math.floor((after_s + EARLY_S) / period_s) + 1) * period_s
+
+
+async def sleep_until_turn(period_s: float) -> None:
+    """Sleeps until the next multiple of `period_s` on the monotonic clock."""
+    now_s = time.monotonic()
+    await asyncio.sleep(find_turn_s(period_s, now_s) - now_s)
 
 
 def add_jitter(period_s: float) -> float:

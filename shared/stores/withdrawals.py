@@ -22,7 +22,7 @@ from prometheus_client import Counter, Gauge
 
 from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.models.catalog import Model
-from shared.process.concurrency import BackgroundTask
+from shared.process.concurrency import BackgroundTask, sleep_until_turn
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0
@@ -200,7 +200,7 @@ class LiveWithdrawals:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._refresh_s)
+            await sleep_until_turn(self._refresh_s)
             await self.refresh()
 
 

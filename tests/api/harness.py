@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
 from api.http.dependencies import Dependencies
 from api.limits.spent import SpentReader
-from api.server import server_config
+from api.server import QuietServer, server_config
 from shared.broker.in_memory import InMemoryBroker
 from shared.broker.transport import Admin, Transport
 from shared.models.catalog import Catalog, Model
@@ -56,8 +55,8 @@ CATALOG = Catalog(
 )
 """The shipped models plus models for similarity and text, each also under a second name."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
-TICK_S = 0.1
-"""How often uvicorn's server checks whether to exit."""
+DRAIN_LIMIT_S = 0.1
+"""How long a server waits for its connections before it uses uvicorn's steps."""
 ACCEPT_TURNS = 5
 """Event loop iterations until an accepted socket becomes a connection. asyncio needs three."""
 T = TypeVar("T")
@@ -165,27 +164,11 @@ def api_with_redis(**settings: object) -> Any:
     return api
 
 
-class PromptServer(uvicorn.Server):
-    """Shuts down as soon as requested, using the same steps as uvicorn.
+class PromptServer(QuietServer):
+    """Shuts down using the same steps as uvicorn.
 
-    Uvicorn checks ten times a second whether to exit and then pauses for a tenth of a second, which
-    would slow down each test that starts an API.
+    Uvicorn pauses for a tenth of a second, which would slow down each test that starts an API.
     """
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._told = asyncio.Event()
-
-    def stop(self) -> None:
-        self.should_exit = True
-        self._told.set()
-
-    async def main_loop(self) -> None:
-        counter = 0
-        while not await self.on_tick(counter):
-            counter += 1
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._told.wait(), TICK_S)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         state = self.server_state
@@ -198,7 +181,7 @@ class PromptServer(uvicorn.Server):
         for connection in list(state.connections):
             connection.shutdown()
         with suppress(TimeoutError):
-            async with asyncio.timeout(TICK_S):
+            async with asyncio.timeout(DRAIN_LIMIT_S):
                 while state.connections or state.tasks:  # noqa: ASYNC110  (they have no event)
                     await asyncio.sleep(0.001)
         if state.connections or state.tasks:
