@@ -27,13 +27,13 @@ class Connection(Protocol):
 
 
 async def while_connected(
-    request: Request, work: Coroutine[Any, Any, T], check: Callable[[], object] = lambda: None
+    request: Request, work: Coroutine[Any, Any, T], check: Callable[[], object] | None = None
 ) -> T:
     """Awaits `work`, and cancels it as soon as the caller hangs up.
 
     Args:
-        check: called every CHECK_S. It raises PenstockError once the caller may no longer wait,
-            which also cancels `work`.
+        check: called every CHECK_S, if given. It raises PenstockError once the caller may no longer
+            wait, which also cancels `work`.
 
     Raises:
         PenstockError: raised by `check`.
@@ -62,37 +62,40 @@ class _Watch:
     """
 
     def __init__(
-        self, connection: Connection | None, check: Callable[[], object], task: asyncio.Task[Any]
+        self,
+        connection: Connection | None,
+        check: Callable[[], object] | None,
+        task: asyncio.Task[Any],
     ) -> None:
         self.refused: PenstockError | None = None
         """The error that canceled the task. None if it was not canceled."""
         self._connection = connection
-        self._check = check
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.Handle = (
-            self._loop.call_soon(self._hang_up)
-            if connection is not None and connection.is_lost
-            else self._loop.call_later(CHECK_S, self._check_again)
-        )
+        self._timer: asyncio.Handle | None = None
+        if connection is not None and connection.is_lost:
+            self._timer = self._loop.call_soon(self._hang_up)
+        elif check is not None:
+            self._timer = self._loop.call_later(CHECK_S, self._check_again, check)
         if connection is not None:
             connection.on_lost.add(self._hang_up)
 
     def stop(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._connection is not None:
             self._connection.on_lost.discard(self._hang_up)
 
     def _hang_up(self) -> None:
         self._cancel(ClientGone())
 
-    def _check_again(self) -> None:
+    def _check_again(self, check: Callable[[], object]) -> None:
         try:
-            self._check()
+            check()
         except PenstockError as error:
             self._cancel(error)
         else:
-            self._timer = self._loop.call_later(CHECK_S, self._check_again)
+            self._timer = self._loop.call_later(CHECK_S, self._check_again, check)
 
     def _cancel(self, reason: PenstockError) -> None:
         if self.refused is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.errors import ClientGone
 from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.predictions.creation import PredictionSnapshot
@@ -24,15 +26,18 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class HeldResponse(StreamingResponse):
-    """A stream that holds resources until it ends, whatever the reason."""
+    """A stream that holds resources until it ends, whatever the reason.
+
+    The connection reports a caller who hangs up, so no task waits for Starlette's message.
+    """
 
     def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
         super().__init__(content, **options)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await super().__call__(scope, receive, send)
+        with self._held, suppress(ClientGone):
+            await while_connected(Request(scope), self.stream_response(send))
 
 
 def answer_events(

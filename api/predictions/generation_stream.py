@@ -345,25 +345,26 @@ class GenerationStreams:
     ) -> AsyncGenerator[bytes]:
         watch, until_s = _Watch(check), time.monotonic() + MAX_S
         prediction, is_done = snapshot.prediction, False
+        late_s = time.monotonic() + prediction.deadline_s + GRACE_S - time.time()
         every_s = watch.every_s if stream.logs_seen is None else LOGS_EVERY_S
-        following = self._reader.follow(prediction.record, len(stream.generations), every_s)
+        items, is_over = len(stream.generations), False
         try:
             try:
                 # Not in a separate generator, because every event would pass through it.
-                async with contextlib.aclosing(following) as news:
-                    async for chunks in news:
-                        if stream.is_log_due():
+                with self._reader.follow(prediction.record, items, every_s) as news:
+                    while not is_over:
+                        chunks = await news.take()
+                        now_s = time.monotonic()
+                        if stream.is_log_due(now_s):
                             snapshot = await self._predictions.refresh(snapshot)
                         for event in stream.take(snapshot, chunks):
                             stream.has_begun = True
                             yield event
-                        watch.check_reader()
-                        if watch.is_heartbeat_due(is_silent=not chunks):
+                        if watch.is_heartbeat_due(now_s, is_silent=not chunks):
                             yield stream.heartbeat
-                        is_late = time.time() > prediction.deadline_s + GRACE_S
-                        is_over = any(tokens.is_over for tokens in chunks.values())
-                        if is_late or is_over or time.monotonic() > until_s:
-                            break
+                        is_over = now_s > late_s or now_s > until_s
+                        for tokens in chunks.values():
+                            is_over = is_over or tokens.is_over
                 async for event in self._end(snapshot, stream, watch, until_s):
                     yield event
                 # If its reader can reconnect, the stream may end before the generations do.
@@ -392,8 +393,7 @@ class GenerationStreams:
                     stream.has_begun = True
                     yield event
                 return
-            watch.check_reader()
-            if watch.is_heartbeat_due(is_silent=True):
+            if watch.is_heartbeat_due(time.monotonic(), is_silent=True):
                 yield stream.heartbeat
             await asyncio.sleep(1.0)
 
@@ -449,31 +449,28 @@ class _Watch:
         self.has_refused = False
         """True if the reader may no longer continue."""
 
-    def check_reader(self) -> None:
-        """Checks the reader every CHECK_S.
-
-        Raises:
-            PenstockError: the reader may no longer continue.
-        """
-        now_s = time.monotonic()
-        if now_s - self._checked_s >= CHECK_S:
-            self._checked_s = now_s
-            try:
-                self._check()
-            except PenstockError:
-                self.has_refused = True
-                raise
-
-    def is_heartbeat_due(self, *, is_silent: bool) -> bool:
+    def is_heartbeat_due(self, now_s: float, *, is_silent: bool) -> bool:
         """Returns whether to send a comment now, because nothing has been sent for a while.
 
         Called once per turn. `is_silent`: True if the turn has sent nothing.
+
+        Raises:
+            PenstockError: the reader may no longer continue, which is checked every CHECK_S.
         """
-        now_s = time.monotonic()
+        if now_s - self._checked_s >= CHECK_S:
+            self._checked_s = now_s
+            self._check_reader()
         is_due = is_silent and now_s - self._sent_s >= HEARTBEAT_S
         if is_due or not is_silent:
             self._sent_s = now_s
         return is_due
+
+    def _check_reader(self) -> None:
+        try:
+            self._check()
+        except PenstockError:
+            self.has_refused = True
+            raise
 
 
 class _Stream:
@@ -532,9 +529,8 @@ class _Stream:
         for index, tokens in news.items():
             yield from self.read(index, tokens.chunks)
 
-    def is_log_due(self) -> bool:
+    def is_log_due(self, now_s: float) -> bool:
         """Returns whether it is time to check for printed text."""
-        now_s = time.monotonic()
         if self.logs_seen is None or now_s - self._last_read_s < LOGS_EVERY_S:
             return False
         self._last_read_s = now_s
@@ -546,16 +542,18 @@ class _Stream:
         if not generation.is_open and (chunks or not self._is_new):
             yield from self._open(index, _prompt_before(chunks))
         parts = chain.from_iterable(map(self._parts, chunks)) if self._has_elements else chunks
+        seen = generation.seen.tokens
         for chunk in parts:
-            if chunk.first < generation.seen.tokens < chunk.end or chunk.first != generation.tokens:
+            end = chunk.end
+            if chunk.first < seen < end or chunk.first != generation.tokens:
                 raise StreamLost(
                     "Last-Event-ID does not belong to this stream; fetch the full completion"
                 )
-            before, generation.tokens = generation.text, chunk.end
+            before, generation.tokens = generation.text, end
             generation.text += chunk.text
-            if generation.tokens > generation.seen.tokens:
+            if end > seen:
                 logprobs = chunk.logprobs if isinstance(chunk, TokenChunk) else []
-                added = AddedText(index, before, chunk.text, logprobs, generation.tokens)
+                added = AddedText(index, before, chunk.text, logprobs, end)
                 if (event := self._shape.delta(added)) is not None:
                     yield self._with_id(event)
 

@@ -26,11 +26,12 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shared.errors import MALFORMED, Unavailable
 from shared.models.tasks.text import TokenChunk
+from shared.process.concurrency import find_turn_s
 from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
 from shared.stores.stream_chunks import Chunk, decode_chunk, encode_chunk
@@ -240,8 +241,8 @@ class ReadPace:
         return now_s >= self.due_s
 
 
-class _News:
-    """Wakes a follower when there are new tokens, or after `limit_s` without any.
+class News:
+    """The new tokens of a record's items, for one reader.
 
     The timer is not restarted for each token, because that costs more than waiting for the token.
     """
@@ -250,46 +251,70 @@ class _News:
         self._loop = asyncio.get_running_loop()
         self._limit_s = limit_s
         self._since_s = self._loop.time()
+        self._tokens: dict[int, Tokens] = {}
         self._arrived: asyncio.Future[None] = self._loop.create_future()
-        self._timer = self._loop.call_later(limit_s, self._check_limit)
+        self._set_timer(limit_s)
 
-    async def wait(self) -> None:
+    async def take(self) -> dict[int, Tokens]:
+        """Waits for tokens, and returns them by item. Empty if none arrived within `limit_s`."""
         self._since_s = self._loop.time()
         await self._arrived
         self._arrived = self._loop.create_future()
+        tokens, self._tokens = self._tokens, {}
+        return tokens
 
-    def announce(self) -> None:
-        if not self._arrived.done():
-            self._arrived.set_result(None)
+    def put(self, item: int, tokens: Tokens) -> None:
+        self._tokens[item] = tokens
+        self._wake()
+
+    def has(self, item: int) -> bool:
+        """Returns whether an item's tokens have not been taken yet."""
+        return item in self._tokens
 
     def close(self) -> None:
         self._timer.cancel()
 
+    def _wake(self) -> None:
+        if not self._arrived.done():
+            self._arrived.set_result(None)
+
     def _check_limit(self) -> None:
         left_s = self._since_s + self._limit_s - self._loop.time()
         if left_s <= 0:
-            self.announce()
+            self._wake()
             left_s = self._limit_s
-        self._timer = self._loop.call_later(left_s, self._check_limit)
+        self._set_timer(left_s)
+
+    def _set_timer(self, left_s: float) -> None:
+        now_s = time.monotonic()
+        turn_s = find_turn_s(READ_EVERY_S, now_s + left_s)
+        self._timer = self._loop.call_later(turn_s - now_s, self._check_limit)
 
 
 class _Reader:
-    """An item being read. `tokens` are waiting to be taken."""
+    """An item being read."""
 
-    def __init__(self, record: str, item: int, news: _News) -> None:
+    def __init__(self, record: str, item: int, news: News) -> None:
         self.record = record
         self.item = item
-        self.news = news
         self.end = 0
-        self.tokens: Tokens | None = None
+        self.is_over = False
         self.pace = ReadPace(time.monotonic())
+        self._news = news
 
-    def take(self) -> Tokens | None:
-        """Returns the tokens found since the last call."""
-        tokens, self.tokens = self.tokens, None
-        if tokens is not None and tokens.chunks:
-            self.end = tokens.chunks[-1].end
-        return tokens
+    def is_due(self, now_s: float) -> bool:
+        """Returns whether to read now. False until the previous tokens have been taken."""
+        return self.pace.is_due(now_s) and not self.is_over and not self._news.has(self.item)
+
+    def put(self, tokens: Tokens, now_s: float) -> None:
+        """Records a check, and passes on the tokens it found."""
+        has_tokens = bool(tokens.chunks) or tokens.is_over
+        self.pace.record_check(now_s, has_tokens=has_tokens)
+        if has_tokens:
+            if tokens.chunks:
+                self.end = tokens.chunks[-1].end
+            self.is_over = tokens.is_over
+            self._news.put(self.item, tokens)
 
 
 class TokenReader:
@@ -302,8 +327,9 @@ class TokenReader:
         self._streams = streams
         self._readers: set[_Reader] = set()
         self._reading: asyncio.Task[None] | None = None
-        self._has_joined = asyncio.Event()
-        """Set when there is a new reader."""
+        self._turn: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Begins the next turn."""
         self._marked_s: dict[str, float] = {}
 
     @property
@@ -311,59 +337,52 @@ class TokenReader:
         """Returns the reading task if it is running. The streams' owner must cancel it."""
         return [] if self._reading is None or self._reading.done() else [self._reading]
 
-    async def follow(
-        self, record: str, items: int, limit_s: float
-    ) -> AsyncGenerator[dict[int, Tokens]]:
-        """Yields the items' tokens, starting with the first, until their record has ended.
+    @contextlib.contextmanager
+    def follow(self, record: str, items: int, limit_s: float) -> Iterator[News]:
+        """Reads the items' tokens, starting with the first, until their record has ended.
 
         Args:
-            limit_s: an empty result is yielded whenever this many seconds pass without new tokens.
-                While Redis is unreachable, there are no new tokens.
+            limit_s: how long to wait for new tokens at a time. While Redis is unreachable, there
+                are none.
         """
-        news = _News(limit_s)
-        mine = [_Reader(record, item, news) for item in range(items)]
-        self._readers.update(mine)
-        self._has_joined.set()
+        news = News(limit_s)
+        readers = [_Reader(record, item, news) for item in range(items)]
+        self._readers.update(readers)
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_all())
+        else:
+            self._set_turn(0.0)
         try:
-            while mine:
-                await news.wait()
-                by_reader = {
-                    reader: tokens for reader in mine if (tokens := reader.take()) is not None
-                }
-                for reader, tokens in by_reader.items():
-                    if tokens.is_over:
-                        mine.remove(reader)
-                        self._readers.discard(reader)
-                yield {reader.item: tokens for reader, tokens in by_reader.items()}
+            yield news
         finally:
             news.close()
-            self._readers.difference_update(mine)
+            self._readers.difference_update(readers)
 
     async def _read_all(self) -> None:
         while self._readers:
-            self._has_joined.clear()
-            began_s = time.monotonic()
-            due = [
-                reader
-                for reader in self._readers
-                if not reader.tokens and reader.pace.is_due(began_s)
-            ]
+            now_s = time.monotonic()
+            due = [reader for reader in self._readers if reader.is_due(now_s)]
             for first in range(0, len(due), MAX_IN_A_ROUND_TRIP):
                 await self._read(due[first : first + MAX_IN_A_ROUND_TRIP])
-            await self._rest(began_s)
+            await self._rest()
 
-    async def _rest(self, began_s: float) -> None:
-        """Waits for the next turn in which a reader is due, or until a reader joins."""
-        due_s = min((reader.pace.due_s for reader in self._readers), default=0.0)
-        turns = math.ceil((due_s - began_s) / READ_EVERY_S)
-        if turns > 1:
-            left_s = began_s + turns * READ_EVERY_S - time.monotonic()
-            timer = asyncio.get_running_loop().call_later(left_s, self._has_joined.set)
-            await self._has_joined.wait()
-            timer.cancel()
-        await asyncio.sleep(max(0.0, began_s + READ_EVERY_S - time.monotonic()))
+    async def _rest(self) -> None:
+        """Waits for the next turn in which a reader is due."""
+        self._turn = asyncio.get_running_loop().create_future()
+        self._set_turn(min((reader.pace.due_s for reader in self._readers), default=0.0))
+        await self._turn
+
+    def _set_turn(self, due_s: float) -> None:
+        """Ends the rest at the first turn after `due_s`, or at the next one if that has passed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        now_s = time.monotonic()
+        left_s = find_turn_s(READ_EVERY_S, max(now_s, due_s)) - now_s
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
 
     async def _read(self, due: list[_Reader]) -> None:
         try:
@@ -376,11 +395,7 @@ class TokenReader:
             return
         now_s = time.monotonic()
         for reader, tokens in zip(due, read, strict=True):
-            has_tokens = bool(tokens.chunks or tokens.is_over)
-            reader.pace.record_check(now_s, has_tokens=has_tokens)
-            if has_tokens:
-                reader.tokens = tokens
-                reader.news.announce()
+            reader.put(tokens, now_s)
 
     async def _mark(self, records: set[str]) -> None:
         """Marks the records as being read, at intervals."""

@@ -190,14 +190,19 @@ async def test_a_canceled_reader_leaves_no_timer(
 
     def note(delay_s: float, *call: Any, **options: Any) -> asyncio.TimerHandle:
         timer = call_later(delay_s, *call, **options)
-        if delay_s == limit_s:
+        if delay_s >= limit_s:
             timers.append(timer)
         return timer
 
     monkeypatch.setattr(loop, "call_later", note)
     async with RecordStores(redis_url) as stores:
         reader = TokenReader(stores.tokens)
-        reading = asyncio.create_task(anext(reader.follow("r", 1, limit_s)))
+
+        async def follow() -> None:
+            with reader.follow("r", 1, limit_s) as news:
+                await news.take()
+
+        reading = asyncio.create_task(follow())
         await asyncio.sleep(0)
         reading.cancel()
         await asyncio.wait([reading])
