@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -186,7 +186,8 @@ class Recording:
             try:
                 await while_connected(call.http, creation.wait(limit_s), call.check_key)
             except BaseException:
-                await self._predictions.end(creation.snapshot)
+                with suppress(PenstockError):  # otherwise the run ends at its deadline
+                    await self._predictions.end(creation.snapshot)
                 raise
         record = creation.snapshot.record
         if not record.is_over:

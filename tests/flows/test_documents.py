@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.errors import BadInput
+from api.http import connection
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.service import Predictions
+from shared.errors import BadInput, Unavailable
 from shared.models.blob import Blob
 from tests.flows.models import Compute, catalog_of, class_entry
 from tests.flows.world import World, world
-from tests.keys import bearer, keys_url
+from tests.keys import bearer, keys_url, stored
+from tests.limits import WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -124,6 +129,31 @@ def told(answer: httpx.Response) -> tuple[str, float]:
     """A response's cache header and cost."""
     headers = answer.headers
     return headers["x-penstock-cache"], float(headers["x-penstock-cost-usd"])
+
+
+async def test_revoked_key_is_named_even_if_its_run_can_not_be_ended(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end(self: Predictions, snapshot: PredictionSnapshot) -> PredictionSnapshot:
+        raise Unavailable("Redis is down")
+
+    monkeypatch.setattr(Predictions, "end", end)
+    monkeypatch.setattr(connection, "CHECK_S", 0.05)
+    keys = keys_url(tmp_path, one="acme")
+    models = (CUT, READ)
+    async with (
+        world(
+            redis_url, FLOW, models=models, computes=Reads, idle=(READ.name,), keys_url=keys
+        ) as eyes,
+        asyncio.timeout(WAIT_LIMIT_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        asking = tasks.create_task(asked(eyes, "one"))
+        while not eyes.compute.asked:  # noqa: ASYNC110 - a thread sets it
+            await asyncio.sleep(0.02)
+        keys_url(tmp_path, keys=[stored("one", "acme", revoked_s=5)])
+        answer = await asking
+    assert answer.status_code == 401
 
 
 async def test_pages_come_in_order_with_their_numbers(eyes: World) -> None:
