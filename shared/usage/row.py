@@ -220,18 +220,20 @@ def rows_of(
         error_code = outcome.error.code if outcome.error else None
         # Many texts in a job have the same length, so their rows differ only in the item.
         kind = (outcome.status, error_code, *msgspec.structs.astuple(outcome.receipt))
-        if kind not in alike:
-            alike[kind] = Row(
-                row_id="",
-                item=0,
+        row_id = f"{envelope.request_id}:{outcome.index}"
+        if kind in alike:
+            row = msgspec.structs.replace(alike[kind], row_id=row_id, item=outcome.index)
+        else:
+            row = alike[kind] = Row(
+                row_id=row_id,
+                item=outcome.index,
                 status=outcome.status,
                 error_code=error_code,
                 queue_ms=_queue_ms(envelope, outcome, now_s),
                 **same,
                 **_work(outcome, model, price),
             )
-        row_id = f"{envelope.request_id}:{outcome.index}"
-        rows.append(msgspec.structs.replace(alike[kind], row_id=row_id, item=outcome.index))
+        rows.append(row)
     return rows
 
 

@@ -38,6 +38,9 @@ class Entry:
     weight: float = 1.0
     deadline_s: float = 1e9
 
+    def __len__(self) -> int:
+        return 1
+
     @property
     def lengths(self) -> list[int]:
         return [self.length]
@@ -189,6 +192,9 @@ class Together:
         self.tenant, self.key = tenant, key
         self.weight = {"t": 1.0, "u": 0.5, "v": 2.0}[tenant]
         self.lengths, self.numbers = lengths, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     @property
     def length(self) -> int:

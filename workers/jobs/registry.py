@@ -187,9 +187,11 @@ class ReplyPublisher:
         Returns what `publish` would return or raise for each reply. All replies in one message
         succeed or fail together.
         """
+        messages = list(_messages_of(replies))
+        if len(messages) == 1:  # needs no other task
+            return await self._publish_some(messages[0])
         sent: list[bool | PenstockError] = []
-        publishing = [self._publish_some(some) for some in _messages_of(replies)]
-        for outcomes in await asyncio.gather(*publishing):
+        for outcomes in await asyncio.gather(*map(self._publish_some, messages)):
             sent += outcomes
         return sent
 

@@ -87,6 +87,9 @@ class Batchable(Protocol):
     def key(self) -> str:
         """Only items with the same key share a batch."""
 
+    def __len__(self) -> int:
+        """Returns the number of items."""
+
     @property
     def lengths(self) -> Sequence[int]:
         """Each item's work, in tokens or pixel-steps."""
@@ -137,7 +140,7 @@ class TenantQueue(Generic[PartT]):
     def add(self, entry: HeapEntry[PartT]) -> bool:
         """Adds a part's entry. Returns whether the part's key is new to this tenant."""
         part = entry[2]
-        self.waiting += len(part.lengths)
+        self.waiting += len(part)
         self.work += part.length
         is_new = part.key not in self.by_key
         if is_new:
@@ -164,7 +167,7 @@ class TenantQueue(Generic[PartT]):
 
     def count_removal(self, entry: HeapEntry[PartT]) -> None:
         part = entry[2]
-        self.waiting -= len(part.lengths)
+        self.waiting -= len(part)
         self.work -= part.length
         entries = self.by_key[part.key]
         if entries[0] is entry:
@@ -286,9 +289,9 @@ class BatchQueue(Generic[PartT]):
         """Removes some of a waiting part's items, but not all, without charging for them."""
         tenant = self._filed[part][3]
         some = part.cut(start, stop)
-        tenant.waiting -= len(some.lengths)
+        tenant.waiting -= len(some)
         tenant.work -= some.length
-        self._items -= len(some.lengths)
+        self._items -= len(some)
         self._work -= some.length
         return some
 
@@ -427,7 +430,7 @@ class BatchQueue(Generic[PartT]):
         """
         key, total = batch[0].key, batch[0].length
         room += total
-        slots = at_most - sum(len(part.lengths) for part in batch)
+        slots = at_most - sum(len(part) for part in batch)
         while slots > 0 and (entry := self._next_of_key(key)) is not None:
             _, _, part, tenant = entry
             if not is_wanted(part):
@@ -453,15 +456,19 @@ class BatchQueue(Generic[PartT]):
         """
         if not self._may_run(tenant):
             return 0
+        long_work = tenant.work - self.budget
+        limit = min(room, beside) if long_work > 0 else room
+        if len(part) == 1:
+            return int(part.length <= limit)
         ring = self._ring_of_key[part.key]
         last_round = min(
             ring[0][0] if len(ring) > 1 else inf, self._round + self.budget / tenant.quantum
         )
         turn_work = (last_round - tenant.spent) * tenant.quantum
-        long_work = tenant.work - self.budget
         count = work = 0
         for length in part.lengths[:at_most]:
-            limit = min(room, beside) if work < long_work else room
+            if work >= long_work:
+                limit = room
             if work + length > limit or (count and work >= turn_work):
                 break
             work += length
@@ -469,13 +476,14 @@ class BatchQueue(Generic[PartT]):
         return count
 
     def _file(self, part: PartT, arrival: int) -> None:
-        tenant = self._tenants.get(part.tenant)
+        name = part.tenant
+        tenant = self._tenants.get(name)
         if tenant is None or not tenant.waiting:
-            tenant = self._queue_of(part.tenant)
+            tenant = self._queue_of(name)
         tenant.quantum = self._quantum * part.weight
         entry = part.deadline_s, arrival, part, tenant
         self._filed[part] = entry
-        self._items += len(part.lengths)
+        self._items += len(part)
         self._work += part.length
         if tenant.add(entry):
             ring = self._ring_of_key.setdefault(part.key, [])
@@ -500,7 +508,7 @@ class BatchQueue(Generic[PartT]):
     def _take_items(self, part: PartT, count: int) -> PartT:
         """Takes a part's first `count` items out of the queue and charges its tenant."""
         tenant = self._filed[part][3]
-        if count < len(part.lengths):
+        if count < len(part):
             taken = self.cut(part, 0, count)
         else:
             taken = part
@@ -510,7 +518,7 @@ class BatchQueue(Generic[PartT]):
 
     def _count_removal(self, entry: HeapEntry[PartT]) -> None:
         _, _, part, tenant = entry
-        self._items -= len(part.lengths)
+        self._items -= len(part)
         self._work -= part.length
         tenant.count_removal(entry)
         if not tenant.waiting:

@@ -443,24 +443,31 @@ class QueuedPart:
     An item with several waiters has a part to itself.
     """
 
-    __slots__ = ("items", "key", "length", "lengths")
+    __slots__ = ("items", "key", "length")
 
     def __init__(self, items: list[QueuedItem]) -> None:
         self.items = items
         self.key = items[0].key
-        self.lengths = [queued.length for queued in items]
-        """Each item's part of the batch budget."""
-        self.length = sum(self.lengths)
+        self.length = 0
         for queued in items:
+            self.length += queued.length
             queued.part = self
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Each item's part of the batch budget."""
+        return [queued.length for queued in self.items]
 
     @property
     def tenant(self) -> str:
-        return self.items[0].tenant
+        return self.items[0].waiters[0][0].envelope.tenant
 
     @property
     def weight(self) -> float:
-        return self.items[0].weight
+        return self.items[0].waiters[0][0].envelope.weight
 
     @property
     def deadline_s(self) -> float:
@@ -470,7 +477,6 @@ class QueuedPart:
         """Removes some of the items, but not all, and returns them as another part."""
         some = QueuedPart(self.items[start:stop])
         del self.items[start:stop]
-        del self.lengths[start:stop]
         self.length -= some.length
         return some
 

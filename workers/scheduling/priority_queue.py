@@ -345,9 +345,10 @@ class PriorityQueue:
         if first.is_suspect:
             self._suspects.extend([queued] for queued in items)
             return
-        if first.priority != "batch":
+        queue = self._queue_of(first)
+        if queue is self._interactive:
             self._policy.observe_interactive(first.queued_at_s)
-        self._queue_of(first).add(QueuedPart(list(items)))
+        queue.add(QueuedPart(list(items)))
 
     def update(self, queued: QueuedItem) -> None:
         """Moves an item whose waiters have changed to the queue for its current priority."""
