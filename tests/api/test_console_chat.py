@@ -132,6 +132,86 @@ async def test_cost_of_a_stopped_answer_appears_once_it_is_known(
     await expect(answer.locator(".hint")).to_contain_text("$0.25")
 
 
+async def test_the_next_message_waits_until_the_first_is_answered(
+    api: ApiUnderTest, page: Page
+) -> None:
+    is_sent = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await is_sent.wait()
+        await route.continue_()
+
+    await page.route(re.compile("/v1/predictions$"), hold)
+    await ask(page, "say one")
+    await ask(page, "say two")
+    is_sent.set()
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer.locator(".hint")).to_be_visible()
+    await expect(page.get_by_label("Message", exact=True)).to_have_value("say two")
+    assert len((await api.http.get("/v1/predictions")).json()["results"]) == 1
+
+
+async def test_a_new_chat_works_after_the_cost_of_a_stopped_answer(
+    api: ApiUnderTest, page: Page
+) -> None:
+    async def add_cost(route: Route) -> None:
+        response = await route.fetch()
+        body = await response.json()
+        body["metrics"] |= {"cost_usd": 0.25}
+        await route.fulfill(response=response, json=body)
+
+    api.worker.written = asyncio.Semaphore(1)
+    await ask(page, "say one two three")
+    answer = page.get_by_role("article", name="Answer")
+    await expect(answer).to_contain_text("one")
+    await page.get_by_role("button", name="Stop").click()
+    await expect(answer.locator(".hint")).to_contain_text("stopped")
+    await page.route(re.compile("/v1/predictions/[^/]+$"), add_cost)
+    example = page.get_by_role("button", name="Write a short story")
+    async with page.expect_response(re.compile("/v1/predictions/[^/]+$")):
+        await page.get_by_role("button", name="New chat").click()
+        drawn = await example.element_handle()
+    assert drawn is not None
+    await drawn.wait_for_element_state("hidden")  # it was drawn again
+    for _ in range(20):
+        api.worker.written.release()
+    await example.click()
+    await expect(page.get_by_role("article", name="You")).to_have_text("Write a short story")
+
+
+async def test_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page) -> None:
+    text = ">" * 10_000
+    content = await page.evaluate(
+        """async (text) => {
+            const { markdown } = await import("./console/assets/js/markdown.js");
+            return markdown(text).textContent;
+        }""",
+        text,
+    )
+    assert content == text
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("data:image/png;base64,!", "This file is not valid Base64."),
+        ("http://[/v1/objects/a?signature=b", "http://[/v1/objects/a?signature=b"),
+    ],
+)
+async def test_text_that_is_no_file_does_not_hide_the_result(
+    page: Page, output: str, shown: str
+) -> None:
+    text = await page.evaluate(
+        """async (output) => {
+            const { resultOf } = await import("./console/assets/js/results.js");
+            const prediction = { id: "p", status: "succeeded", input: {}, metrics: {}, output };
+            return resultOf(prediction, new AbortController().signal).textContent;
+        }""",
+        output,
+    )
+    assert shown in text
+
+
 async def test_markup_of_a_model_stays_text(page: Page) -> None:
     await ask(page, HOSTILE)
     answer = page.get_by_role("article", name="Answer")

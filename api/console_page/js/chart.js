@@ -92,8 +92,9 @@ function plotOf(given) {
 function scaleOf(kind, series, isStacked) {
   const values = series.flatMap((one) => one.y.filter((value) => value !== null));
   const sums = series[0].x.map((_, at) => series.reduce((sum, one) => sum + Math.max(0, one.y[at] ?? 0), 0));
-  const high = Math.max(0, ...(isStacked ? sums : values));
-  const low = Math.min(...values, Infinity);
+  // A call can't take as many arguments as a long range has values.
+  const high = (isStacked ? sums : values).reduce((most, value) => Math.max(most, value), 0);
+  const low = values.reduce((least, value) => Math.min(least, value), Infinity);
   // Shares near 100 % would all be one line if they began at 0.
   const start = kind === "lines" && low > 0.5 * high && low < high ? low : Math.min(0, low);
   const rough = (high - start || high || 1) / 4;

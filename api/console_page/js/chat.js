@@ -47,12 +47,13 @@ export function chatOf(model, schema, signal, again = null) {
   const log = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: 0 });
   const code = h("div");
   const field = h("textarea", { id: "message", rows: 2, placeholder: `Message ${model.id}` });
-  const place = { model, chat, settings, log, code, signal, running: null };
+  const place = { model, chat, settings, log, code, signal, isBusy: false, running: null };
   const ask = async (text) => {
-    if (place.running || !text.trim()) return;
+    if (place.isBusy || !text.trim()) return;
     field.value = "";
     await talk(place, text.trim(), controls);
   };
+  place.ask = ask;
   const send = h("button", { class: "main" }, "Send");
   const stop = button("Stop", () => place.running && call(`${place.running}/cancel`, { method: "POST", signal }), { hidden: true });
   const controls = (isRunning) => {
@@ -61,9 +62,9 @@ export function chatOf(model, schema, signal, again = null) {
     if (!isRunning) field.focus();
   };
   const fresh = button("New chat", () => {
-    if (place.running) return;
+    if (place.isBusy) return;
     chat.messages.length = 0;
-    show(place, ask);
+    show(place);
     field.focus();
   }, { class: "quiet" });
   const submit = (event) => {
@@ -80,7 +81,7 @@ export function chatOf(model, schema, signal, again = null) {
     field.value = said.pop()?.content ?? "";
     chat.messages.push(...said);
   }
-  show(place, ask);
+  show(place);
   return h(
     "div",
     { class: "chat" },
@@ -120,8 +121,8 @@ function settingsOf({ properties: given }, input) {
   return { element, read, system: () => system.value.trim() };
 }
 
-function show(place, ask) {
-  const { chat, log } = place;
+function show(place) {
+  const { ask, chat, log } = place;
   put(log, chat.messages.length ? chat.messages.map((message) => bubble(message)) : welcome(place.model, ask));
   put(place.code, chat.body ? chatSnippets(chat.body) : null);
   log.scrollTop = log.scrollHeight;
@@ -148,6 +149,8 @@ function bubble({ role, content, facts, error }) {
 
 async function talk(place, text, controls) {
   const { model, chat, settings, log, signal } = place;
+  // A second message would be sent along with the first, and its answer would be shown in its place.
+  place.isBusy = true;
   chat.messages.push({ role: "user", content: text });
   const answer = { role: "assistant", content: "" };
   const said = chat.messages.map(({ role, content }) => ({ role, content })).filter(({ content }) => content);
@@ -168,6 +171,7 @@ async function talk(place, text, controls) {
     if (signal.aborted) throw error;
     answer.error = error.message;
   } finally {
+    place.isBusy = false;
     place.running = null;
     chat.messages.push(answer);
     if (!signal.aborted) {
@@ -186,7 +190,7 @@ async function addCost(place, answer) {
     const prediction = await call(answer.path, { signal: place.signal }).catch(() => null);
     if (prediction?.metrics.cost_usd === undefined) continue;
     answer.facts = answer.factsOf(prediction);
-    if (!place.running) show(place);
+    if (!place.isBusy) show(place);
     return;
   }
 }

@@ -10,7 +10,17 @@ const LINK = /^(https?:|mailto:)/i;
 /** The elements of a text in Markdown. */
 export function markdown(text) {
   const cut = text.slice(0, LONGEST);
-  return h("div", { class: "markdown" }, blocks(lexer(cut, { gfm: true, breaks: true })), text.length > LONGEST && h("p", { class: "muted" }, "The rest is not shown."));
+  return h("div", { class: "markdown" }, blocksOf(cut), text.length > LONGEST && h("p", { class: "muted" }, "The rest is not shown."));
+}
+
+function blocksOf(text) {
+  try {
+    return blocks(lexer(text, { gfm: true, breaks: true }));
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    // Quotes or lists inside each other, a thousand times.
+    return h("pre", { class: "code", tabindex: 0 }, text);
+  }
 }
 
 const blocks = (tokens) => (tokens ?? []).map(block);

@@ -39,7 +39,7 @@ export function dollars(usd) {
  * An amount that would be shown as 0 is shown as less than the smallest one.
  */
 export function aligned(amounts) {
-  const most = Math.max(0, ...amounts.map((usd) => Math.abs(usd ?? 0)));
+  const most = amounts.reduce((largest, usd) => Math.max(largest, Math.abs(usd ?? 0)), 0);
   const exponent = most ? Math.floor(Math.log10(most)) : 0;
   const places = exponent >= 0 ? CENTS : Math.min(PLACES, Math.max(CENTS, DIGITS - 1 - exponent));
   return (usd) => {

@@ -8,7 +8,7 @@ const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 /** Whether a value of an output is a file: inside the answer, or a link to it. */
 export const isFile = (value) =>
-  typeof value === "string" && (DATA_URI.test(value) || isLink(value));
+  typeof value === "string" && (DATA_URI.test(value) || (isLink(value) && URL.canParse(value)));
 
 const isLink = (text) => /^https?:\/\/[^\s]+\/v1\/objects\/[^\s]+[?&]signature=/.test(text);
 
@@ -37,7 +37,9 @@ export function fileOf(prediction, uri, name, signal, edit = null) {
     actions.prepend(button("Edit", change, { class: "quiet", "aria-label": `Edit ${name}` }));
   };
   if (DATA_URI.test(uri)) {
-    offer(uri, Uint8Array.from(atob(uri.replace(DATA_URI, "")), (letter) => letter.charCodeAt(0)));
+    const bytes = bytesOf(uri.replace(DATA_URI, ""));
+    if (bytes) offer(uri, bytes);
+    else actions.append(failure(new Error("This file is not valid Base64.")));
   } else {
     linked(uri, signal)
       .then((blob) => {
@@ -55,6 +57,15 @@ export function fileOf(prediction, uri, name, signal, edit = null) {
     player,
     h("figcaption", {}, words && h("span", {}, words), actions),
   );
+}
+
+/** Null: it is not Base64. A model may return any text. */
+function bytesOf(base64) {
+  try {
+    return Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  } catch {
+    return null;
+  }
 }
 
 function playerOf(type, name) {

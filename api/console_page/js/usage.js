@@ -67,7 +67,7 @@ async function page({ chosen, summary, isAdmin, tz, signal }) {
         (name) => go({ range: { name } }),
       ),
       choice("Split by", ways, split, (name) => addressOf({ ...chosen, split: name })),
-      isAdmin && selection("usage-tenant", "Tenant", await tenantsOf(chosen, summary, rows, isAll, tz, signal), chosen.tenant, (tenant) => go({ tenant })),
+      isAdmin && selection("usage-tenant", "Tenant", await tenantsOf(chosen, summary, rows, isAll || error, tz, signal), chosen.tenant, (tenant) => go({ tenant })),
     ),
     ...(error ? [failure(error)] : results(rows, days, split, chosen, summary, signal)),
   ];
@@ -120,9 +120,10 @@ async function nameKeys(rows, isAll, signal) {
   for (const row of rows) row.key_words = names.get(row.key_id);
 }
 
-async function tenantsOf({ range, tenant }, summary, rows, isAll, tz, signal) {
+/** The tenants to choose from: those of the rows if they are all, or if the range has no answer. */
+async function tenantsOf({ range, tenant }, summary, rows, areRowsAll, tz, signal) {
   let names = rows.map((row) => row.tenant);
-  if (!isAll) {
+  if (!areRowsAll) {
     const { rows: all } = await call(`v1/reports/tenants?${new URLSearchParams(asked(range, tz))}`, { signal });
     names = all.map(([name]) => name);
   }

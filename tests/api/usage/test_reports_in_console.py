@@ -159,6 +159,49 @@ async def test_a_wrong_range_is_explained(world: World, page: Page) -> None:
     await expect(page.get_by_role("img", name="Requests by day")).to_be_visible()
 
 
+async def test_a_range_that_is_too_long_leaves_the_choice_of_tenants(
+    world: World, page: Page
+) -> None:
+    await log_in(page, "boss")
+    async with page.expect_console_message():
+        await go(page, "usage/2020-01-01..2022-01-01/model/acme")
+    await expect(page.get_by_role("alert")).to_contain_text("the range must be at most")
+    await expect(page.get_by_label("Tenant")).to_have_value("acme")
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"),
+    [
+        (0.4, "0 ms"),
+        (999.6, "1.00 s"),
+        (9_996, "10.0 s"),
+        (59_990, "1 min 0 s"),
+        (119_700, "2 min 0 s"),
+        (61_000, "1 min 1 s"),
+    ],
+)
+async def test_durations_are_rounded_to_whole_seconds_and_minutes(
+    page: Page, ms: float, words: str
+) -> None:
+    code = """async (ms) => (await import("./console/assets/js/timing.js")).duration(ms)"""
+    assert await page.evaluate(code, ms) == words
+
+
+async def test_plots_and_columns_may_have_very_many_values(page: Page) -> None:
+    amount = await page.evaluate(
+        """async () => {
+            const { chart } = await import("./console/assets/js/chart.js");
+            const { aligned } = await import("./console/assets/js/money.js");
+            const x = Array.from({ length: 2_000 }, (_, at) => `name ${at}`);
+            const one = (_, at) => ({ name: `${at}`, x, y: x.map((_, place) => place) });
+            const series = Array.from({ length: 100 }, one);
+            chart({ kind: "lines", title: "Many", unit: "", stacked: false, series });
+            return aligned(series.flatMap(({ y }) => y))(1234.5);
+        }"""
+    )
+    assert amount == "$1,234.50"
+
+
 async def test_all_numbers_of_an_administrator_have_the_stated_scope(
     world: World, page: Page
 ) -> None:
