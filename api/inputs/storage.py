@@ -38,7 +38,7 @@ from prometheus_client import Counter
 
 from api.errors import StorageFull
 from shared.errors import MALFORMED, BadInput, PenstockError, Unavailable
-from shared.stores.held_bytes import HELD, hold, sum_held_bytes
+from shared.stores.held_bytes import HELD, MARKER_NAME, hold, sum_held_bytes
 from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
@@ -81,9 +81,8 @@ OLDEST_S = 31 * 24 * 3600.0
 """Retention is limited to 30 days, no matter what plans and requests specify."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
 _MARKER = "application/json"
-_TIMED = re.compile(r"([0-9]{1,12})_([0-9]{1,18})_[0-9a-f]+")
 _COUNTED_DOWN = re.compile(r"([0-9]{1,12})_[0-9a-f]+")
-"""Names of objects in RESERVED, HELD, and LISTED. Other objects in these folders are not ours."""
+"""Names of objects in LISTED. Those in RESERVED and HELD match MARKER_NAME. Others are not ours."""
 
 REMOVED = Counter(
     "penstock_stored_objects_removed_total",
@@ -185,7 +184,7 @@ class Storage:
         ]
         held = [
             int(match[2])
-            for match in map(_TIMED.fullmatch, names)
+            for match in map(MARKER_NAME.fullmatch, names)
             if match is not None and int(match[1]) > now_s
         ]
         files = len({stored_object.key.rpartition("/")[0] for stored_object in stored}) + len(held)
@@ -490,5 +489,5 @@ def _is_listed_no_more(name: str, now_s: float) -> bool:
 
 def _is_left_behind(name: str, now_s: float) -> bool:
     """Returns whether a reservation, whose name starts with its end time, has expired."""
-    match = _TIMED.fullmatch(name)
+    match = MARKER_NAME.fullmatch(name)
     return match is not None and int(match[1]) <= now_s

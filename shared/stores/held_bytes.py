@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import secrets
 from collections.abc import Iterable
 
 from shared.stores.objects import ObjectStore, StoredObject
 
 HELD = "files/held"
+MARKER_NAME = re.compile(r"([0-9]{1,12})_([0-9]{1,18})_[0-9a-f]+")
+"""The Unix time until which bytes count, their number, and an ID."""
 _MARKER = "application/json"
 
 
@@ -39,6 +42,9 @@ async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: floa
 
 
 def sum_held_bytes(markers: Iterable[StoredObject], now_s: float) -> int:
-    """Returns how many bytes the markers account for at a given Unix time."""
-    names = (marker.key.rpartition("/")[2].split("_") for marker in markers)
-    return sum(int(size_bytes) for until_s, size_bytes, _ in names if int(until_s) > now_s)
+    """Returns how many bytes the markers account for at a given Unix time.
+
+    Objects with other names don't count.
+    """
+    names = (MARKER_NAME.fullmatch(marker.key.rpartition("/")[2]) for marker in markers)
+    return sum(int(name[2]) for name in names if name is not None and int(name[1]) > now_s)

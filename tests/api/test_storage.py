@@ -24,6 +24,7 @@ from api.inputs.storage import (
     StorageUse,
     owner_of,
 )
+from shared.stores.held_bytes import HELD
 from shared.stores.objects import ObjectStore, StoredObject
 from tests.clock import Clock
 from tests.limits import WAIT_LIMIT_S
@@ -226,7 +227,7 @@ async def test_foreign_objects_hold_up_nothing(
 ) -> None:
     files, owner = Files(objects, storage), owner_of("alice")
     await files.add(quota(), b"short", name="a", content_type="", keep_s=60)
-    for folder in (RESERVED, LISTED):
+    for folder in (RESERVED, HELD, LISTED):
         for name in ("notes.txt", "1_notes.txt"):
             await objects.put(f"{folder}/{owner}/{name}", b"a", "text/plain")
     clock.now_s += 61
