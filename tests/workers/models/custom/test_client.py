@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shared.errors import Canceled, ModelFailed
+from shared.errors import BadInput, Canceled, ModelFailed
 from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
@@ -119,6 +119,67 @@ async def compute(client: ClassClient, **values: Any) -> object:
         await client.run_steps([prepared(values, is_streamed=True)], WAIT_LIMIT_S, on_message)
     (result,) = ended[0].done.outcomes
     return result.output if isinstance(result, CustomResult) else result
+
+
+CANCELS_ITSELF = """
+class Predictor(BasePredictor):
+    @concurrent(max=2)
+    async def predict(self, how: str) -> AsyncIterator[str]:
+        if how == "cancel":
+            asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+            yield "x" * 900_000  # more than a socket takes at once
+        yield str(os.getpid())
+"""
+
+
+async def test_a_piece_is_sent_whole_though_its_prediction_is_canceled(start: StartClient) -> None:
+    client = await start(CANCELS_ITSELF)
+    before = await compute(client, how="well")
+    await compute(client, how="cancel")
+    assert await compute(client, how="well") == before, "the process goes on"
+
+
+STREAMS_LONG = """
+class Predictor(BasePredictor):
+    def predict(self, text: str) -> Iterator[str]:
+        yield text * 600_000
+"""
+
+
+async def test_a_stream_is_limited_in_bytes(start: StartClient) -> None:
+    client = await start(STREAMS_LONG)
+    assert await compute(client, text="e") == ["e" * 600_000]
+    failed = await compute(client, text="é")
+    assert isinstance(failed, ModelFailed)
+    assert "may contain at most 1048576 bytes" in failed.message
+
+
+REFUSES_ODDLY = """
+from dataclasses import dataclass
+
+class Odd(ValueError):
+    def errors(self):
+        return [5]
+
+@dataclass
+class Given:
+    text: str
+
+    def __post_init__(self):
+        raise Odd("too dark")
+
+class Predictor(BasePredictor):
+    def predict_batch(self, inputs: list[Given]) -> list[str]:
+        return [one.text for one in inputs]
+"""
+
+
+async def test_an_error_that_looks_like_pydantics_is_the_inputs(start: StartClient) -> None:
+    client = await start(REFUSES_ODDLY)
+    done = await client.run([prepared({"text": "a"})], WAIT_LIMIT_S)
+    (refused,) = done.outcomes
+    assert isinstance(refused, BadInput)
+    assert "too dark" in refused.message
 
 
 ECHOES_BATCHES = """

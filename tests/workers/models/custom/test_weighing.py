@@ -20,6 +20,11 @@ from workers.models.custom.aside import AsideClass
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.preparation import CustomPreparer
 
+NO_REPR = """
+class NoRepr:
+    def __repr__(self):
+        raise ValueError
+"""
 WORK = """
     def work(self, input) -> int:
         if input.mode == "loop":
@@ -29,11 +34,12 @@ WORK = """
         return {
             "minus": lambda: -5, "none": lambda: None, "text": lambda: "x", "float": lambda: 1.5,
             "huge": lambda: 10**30, "raise": lambda: {}["gone"], "long": lambda: "x" * 10**6,
-            "pid": os.getpid, "environment": lambda: "KEY" in os.environ,
+            "no repr": NoRepr, "pid": os.getpid, "environment": lambda: "KEY" in os.environ,
         }.get(input.mode, lambda: len(input.text))()
 """
 ONE = (
-    """
+    NO_REPR
+    + """
 class Predictor(BasePredictor):
     def setup(self) -> None:
         raise RuntimeError("weighing needs no setup")
@@ -44,7 +50,8 @@ class Predictor(BasePredictor):
     + WORK
 )
 BATCHED = (
-    """
+    NO_REPR
+    + """
 class Given(BaseModel):
     text: str = "abc"
     mode: str = ""
@@ -84,6 +91,7 @@ WRONG_WEIGHTS: list[tuple[str, type[PenstockError], str]] = [
     ("none", ModelFailed, "work: must return a whole number, got None"),
     ("text", ModelFailed, "work: must return a whole number, got 'x'"),
     ("float", ModelFailed, "work: must return a whole number, got 1.5"),
+    ("no repr", ModelFailed, "work: must return a whole number, got a value of type NoRepr"),
     ("huge", InputTooLarge, "which exceeds the maximum of 4194304"),
     ("raise", ModelFailed, "work: KeyError: 'gone'"),
     ("exit", ModelFailed, "work: the class's process exited with status 3"),

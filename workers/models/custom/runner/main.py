@@ -194,7 +194,7 @@ async def _await_value(awaitable: Any) -> Any:
 def words_of(error: BaseException) -> str:
     """Returns an error's type and text. Our own errors have only text."""
     if isinstance(error, SystemExit):
-        return f"the model called sys.exit({error.code!r})"
+        return f"the model called sys.exit({_describe(error.code)})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return f"it wrote more than the maximum of {limit_bytes} bytes to a file ({DISK_SETTING})"
@@ -202,6 +202,15 @@ def words_of(error: BaseException) -> str:
     if isinstance(error, WrongInput | WrongOutput | loading.NotLoadable):
         return text
     return f"{kind}: {text}"[:MAX_ERROR_CHARS] if text else kind
+
+
+def _describe(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        # The boundary with the class's code.
+        text = f"a value of type {type(value).__name__}"
+    return encodable(text[:MAX_SHOWN_CHARS])
 
 
 def text_of(error: BaseException) -> str:
@@ -295,7 +304,7 @@ class _Prediction:
             WrongOutput: the piece can't be sent, or makes the output too large.
         """
         encoded = self.encoder.encode(value, (len(self.pieces),))
-        self._size_bytes += len(repr(encoded))
+        self._size_bytes += len(encode_json(encoded))
         if self._size_bytes > MAX_STREAMED_BYTES:
             raise WrongOutput(
                 f"output: a stream may contain at most {MAX_STREAMED_BYTES} bytes of JSON"
@@ -515,7 +524,7 @@ class AsideRunner(SyncRunner):
         try:
             work = operator.index(value)
         except TypeError as error:
-            reason = f"must return a whole number, got {repr(value)[:MAX_SHOWN_CHARS]}"
+            reason = f"must return a whole number, got {_describe(value)}"
             raise WrongOutput(reason) from error
         return encode_frame({"id": prediction.id, "work": max(-MAX_WORK, min(work, MAX_WORK))})
 
@@ -637,11 +646,13 @@ def _count_outputs(outputs: Any) -> str:
 
 def _first_mistake(error: Exception) -> str:
     """Returns the first error that a pydantic model or dataclass reports about a field."""
-    mistakes = getattr(error, "errors", None)
-    if not callable(mistakes):
+    try:
+        first = error.errors()[0]  # type: ignore[attr-defined]
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except Exception:
+        # The boundary with the class's code, whose own errors may have any attributes.
         return text_of(error)
-    first = mistakes()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:MAX_ERROR_CHARS]
+    return encodable(text[:MAX_ERROR_CHARS])
 
 
 class AsyncRunner:
@@ -706,18 +717,21 @@ class AsyncRunner:
         # Closed in this context so that its final output is attributed to the right prediction.
         async with contextlib.aclosing(_iterate_async(output)) as values:
             async for value in values:
-                await self._send(prediction.piece(value))
+                await self._send_whole(prediction.piece(value))
         return prediction.result(prediction.pieces)
+
+    async def _send_whole(self, frame: bytes) -> None:
+        """Sends a frame, even if the task is canceled before it is complete.
+
+        The rest of a partial frame would be read from the next prediction's frames.
+        """
+        import asyncio
+
+        await asyncio.shield(self._send(frame))
 
     async def _send(self, frame: bytes) -> None:
         async with self._send_lock:
             await self._loop.sock_sendall(self._connection, frame)
-
-    async def _send_whole(self, frame: bytes) -> None:
-        """Sends a frame, even if the task is canceled before it is complete."""
-        import asyncio
-
-        await asyncio.shield(self._send(frame))
 
 
 class AsyncListRunner(AsyncRunner):
