@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -267,7 +268,8 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
     if "interface" in entry:
         file = path.parent / str(entry["interface"])
     elif source.startswith(LOCAL):
-        file = INTERFACE_FILE.find(Path(source.removeprefix(LOCAL)).expanduser())
+        # Unlike Path's method, this one accepts a user who doesn't exist.
+        file = INTERFACE_FILE.find(Path(os.path.expanduser(source.removeprefix(LOCAL))))
     else:
         raise ConfigurationError(
             f"interface: {source} is not on this machine; set interface to the path of a "

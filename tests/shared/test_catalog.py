@@ -349,6 +349,12 @@ def shown(model: Model) -> object:
     return model.interface.output["type"]
 
 
+def test_a_class_of_a_user_who_does_not_exist_is_refused(tmp_path: Path) -> None:
+    entry = 'models: [{name: mine, task: custom, source: "local:~no-such-user/x"}]'
+    with pytest.raises(ConfigurationError, match="~no-such-user"):
+        read_classes(tmp_path, entry)
+
+
 def test_interfaces_of_a_later_catalog_are_taken(tmp_path: Path) -> None:
     catalog = read_classes(tmp_path)
     canaries = catalog.canaries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from shared.models.interface import (
 )
 from shared.models.measurement import MEASUREMENT_FILE, read_measurement
 from workers.models.custom.environments import python_for, unmet
+from workers.models.custom.predictions import NO_ANSWER
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
 from workers.models.custom.runner.frames import Frame
@@ -68,14 +70,21 @@ def inspect_folder(folder: Path) -> Inspected:
         hidden=variables.hidden,
         inspects_only=True,
     )
-    frames = runner.receive(INSPECTION_LIMIT_S)
-    printed = runner.printed.take().after(0).strip()
-    limits = _limits_of_view(folder, runner)
-    message = _read_inspection(folder, frames, runner.close(), printed)
+    try:
+        frames = runner.receive(INSPECTION_LIMIT_S)
+        printed = runner.printed.take().after(0).strip()
+        limits = _limits_of_view(folder, runner)
+    except ValueError as error:  # from the class, which may write to its socket
+        raise ConfigurationError(f"{folder}: {NO_ANSWER}", field="source") from error
+    finally:
+        status = runner.close()
+    message = _read_inspection(folder, frames, status, printed)
     try:
         interface = ModelInterface(**message["ready"], sources_sha256=sources.sha256)
     except ValidationError as error:
         raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
+    except TypeError as error:
+        raise ConfigurationError(f"{folder}: {NO_ANSWER}", field="source") from error
     _check_size(folder, interface)
     ports = [] if entry.processes == 1 else find_fixed_ports(folder)
     notes = [*read_notes(folder), *message["notes"], *left_out, *ports, *limits]
@@ -150,7 +159,8 @@ def read_notes(folder: Path) -> list[str]:
 
 
 def _check_folder(folder: Path) -> Path:
-    folder = folder.expanduser().resolve()
+    # Unlike Path's method, this one accepts a user who doesn't exist.
+    folder = Path(os.path.expanduser(folder)).resolve()
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder", field="source")
     return folder
@@ -171,7 +181,7 @@ def _check_size(folder: Path, interface: ModelInterface) -> None:
 
 def is_current(folder: Path) -> bool:
     """Returns whether a folder's penstock.schema.json matches its current sources."""
-    folder = folder.expanduser()
+    folder = Path(os.path.expanduser(folder))
     with contextlib.suppress(ConfigurationError):
         known = read_interface(INTERFACE_FILE.find(folder))
         return known.sources_sha256 == read_sources(folder).sha256

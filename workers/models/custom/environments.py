@@ -40,6 +40,8 @@ from workers.models.custom.sources import OVERRIDES, AskedPackages, read_package
 
 INSTALL_LIMIT_S = 1800.0
 """Time limit per installation. torch with the CUDA libraries is 3 GB."""
+FIND_LIMIT_S = 60.0
+"""Time limit for finding an interpreter, and for asking it for its version."""
 WAIT_S = 0.1
 MAX_INCLUDED_FILES = 20
 LAST_LINES = 20
@@ -55,6 +57,7 @@ _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
 """Disables uv's one-minute timeout, because torch takes that long on a busy machine.
 INSTALL_LIMIT_S still applies.
 """
+_PRINT_VERSION = "import platform; print(platform.python_version())"
 _ROOT = Path(__file__).resolve().parents[3]
 _CONFINED = (
     "import os, sys; sys.path.append(sys.argv[1]); "
@@ -141,17 +144,26 @@ def _interpreter(wanted: str) -> Interpreter:
     if not wanted or _has_version(ours, wanted):
         return ours
     command = [find_uv_bin(), "python", "find", "--no-project", "--no-python-downloads", wanted]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=_variables(), cwd="/"
-    )
-    path = done.stdout.strip()
-    if done.returncode or not path:
-        return ours
-    code = "import platform; print(platform.python_version())"
-    completed = subprocess.run(
-        [path, "-I", "-c", code], capture_output=True, text=True, check=False
-    )
-    return Interpreter(path, completed.stdout.strip()) if completed.returncode == 0 else ours
+    path = _read_output(command)
+    python_version = path and _read_output([path, "-I", "-c", _PRINT_VERSION])
+    return Interpreter(path, python_version) if python_version else ours
+
+
+def _read_output(command: Sequence[str]) -> str:
+    """Returns what a short program prints, or an empty string if it fails."""
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=_variables(),
+            cwd="/",
+            timeout=FIND_LIMIT_S,
+        ).stdout.strip()
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return ""
 
 
 def _digest(folder: Path, packages: AskedPackages, base: Interpreter) -> str:

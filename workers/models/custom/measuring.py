@@ -279,7 +279,7 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
         objects = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"--inputs {path}: {error}") from error
     if not objects or not all(isinstance(values, dict) for values in objects):
         raise BadInput(f"--inputs {path}: each line must be a JSON object of inputs")

@@ -32,7 +32,9 @@ from workers.models.custom.runner.frames import (
 from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
-"""How long a canceled prediction has to stop on its own."""
+"""How long a canceled prediction has to stop on its own, and a process to exit once its socket is
+closed.
+"""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Maximum amount of data waiting to be sent to a process that isn't reading."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
@@ -121,6 +123,9 @@ def _start_program(
             cwd=folder,
             start_new_session=True,
         )
+    except BaseException:
+        os.close(output)
+        raise
     finally:
         os.close(their_output)
     return process, output
@@ -216,7 +221,7 @@ class RunnerProcess:
         try:
             with theirs:
                 return _start_program([python, "-c", program], variables, theirs, scratch)
-        except OSError:
+        except BaseException:
             self._socket.close()
             self._scratch.close()
             raise
@@ -384,7 +389,10 @@ class RunnerProcess:
         return bool(os.waitid(os.P_PID, self._process.pid, _LOOKS))
 
     def close(self) -> int:
-        """Kills the process and removes its files. Returns its exit status."""
+        """Waits up to KILL_AFTER_S for the process to exit, kills it, and removes its files.
+
+        Returns its exit status.
+        """
         self._limits.close()
         self._socket.close()
         until_s = time.monotonic() + KILL_AFTER_S

@@ -69,15 +69,23 @@ def read_sources(folder: Path) -> Sources:
     """Reads a folder's sources.
 
     Raises:
-        ConfigurationError: there are too many source files, or cog.yaml is invalid.
+        ConfigurationError: there are too many source files, one of them can't be read, or cog.yaml
+            is invalid.
     """
     files = source_files(folder)
     whole = hashlib.sha256()
     for path in files:
-        name, data = path.relative_to(folder).as_posix(), path.read_bytes()
-        whole.update(f"{name}\0{len(data)}\0".encode() + data)
+        name, data = path.relative_to(folder).as_posix(), _read_file(path)
+        whole.update(os.fsencode(name) + f"\0{len(data)}\0".encode() + data)
     environment = _environment(folder)
     return Sources(whole.hexdigest(), environment, _shows_tracebacks(folder, environment))
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}", field="source") from error
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -175,7 +183,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         return {}
     try:
         settings: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file}: {error}", field="source") from error
     return settings if isinstance(settings, dict) else {}
 
@@ -183,7 +191,15 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _environment(folder: Path) -> dict[str, str]:
     """Returns `environment` from cog.yaml: a list of NAME=VALUE."""
     lines = _lines(folder, _settings(folder), "environment", "NAME=VALUE")
+    if wrong := next((line for line in lines if not _is_valid_variable(line)), None):
+        reason = f"environment: {wrong[:80]!r} has a character that variables can't contain"
+        raise ConfigurationError(f"{folder / COG_YAML}: {reason}", field="source")
     return dict(line.partition("=")[::2] for line in lines)
+
+
+def _is_valid_variable(line: str) -> bool:
+    """False for a null character or an unpaired surrogate, which YAML can spell."""
+    return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in line)
 
 
 def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:

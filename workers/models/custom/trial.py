@@ -15,6 +15,7 @@ from shared.models.interface import ModelInterface
 from shared.models.tasks.custom import format_piece
 from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
+from workers.models.custom.predictions import NO_ANSWER
 from workers.models.custom.printed import show
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.frames import Frame
@@ -35,8 +36,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     Raises:
         ConfigurationError: the class can't be loaded or set up.
     """
-    folder = folder.expanduser().resolve()
     interface = show_inspection(folder)
+    folder = folder.expanduser().resolve()
     frame, count = _run(folder, interface, assignments, out)
     print(frame.message.get("log", ""), end="", file=sys.stderr)
     if "batch_error" in frame.message:
@@ -99,9 +100,16 @@ def _run(
 
 
 def _frames(runner: RunnerProcess) -> Iterator[Frame]:
-    """Yields the process's frames until it exits. The user may interrupt the wait."""
-    while (frames := runner.receive(WAIT_S)) is not None:
-        yield from frames
+    """Yields the process's frames until it exits. The user may interrupt the wait.
+
+    Raises:
+        ModelFailed: the process sent something else.
+    """
+    try:
+        while (frames := runner.receive(WAIT_S)) is not None:
+            yield from frames
+    except ValueError as error:  # from the class, which may write to its socket
+        raise ModelFailed(f"the model process was killed: {NO_ANSWER}") from error
 
 
 def _show_piece(frame: Frame, interface: ModelInterface, out: Path, count: int) -> int:
@@ -188,7 +196,10 @@ def read_assignments(
             files.append({"at": at, "name": path.name})
         elif is_list and not text.startswith("["):
             value = text if element.get("type") == "string" else _from_json(name, text)
-            values.setdefault(name, []).append(value)
+            elements = values.setdefault(name, [])
+            if not isinstance(elements, list):
+                raise BadInput(f"-i {name}: {elements[:80]} is not a list as JSON", field=name)
+            elements.append(value)
         else:
             values[name] = text if shape.get("type") == "string" else _from_json(name, text)
     return values, files, blobs
@@ -214,7 +225,7 @@ def read_file(label: str, path: Path, folder: Path = Path()) -> bytes:
 def _from_json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         return text  # a union may accept the text

@@ -99,9 +99,17 @@ def entry_variables(folder: Path) -> EntryVariables:
         source = entry.get("source") if isinstance(entry, dict) else None
         if not isinstance(source, str) or not source.startswith(LOCAL):
             continue
-        if Path(source.removeprefix(LOCAL)).expanduser().resolve() == folder.resolve():
+        if _is_folder(source.removeprefix(LOCAL), folder):
             return _check_entry(models_file, entry)
     return EntryVariables()
+
+
+def _is_folder(path: str, folder: Path) -> bool:
+    try:
+        # Unlike Path's method, this one accepts a user who doesn't exist.
+        return os.path.realpath(os.path.expanduser(path)) == str(folder.resolve())
+    except ValueError:  # the path contains a null character
+        return False
 
 
 def _check_entry(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
@@ -145,7 +153,7 @@ def _read(name: str, text: str) -> str:
         data = read_google_secret(reference.parts["version"], where)
     else:
         try:
-            with Path(reference.parts["path"]).expanduser().open("rb") as file:
+            with Path(os.path.expanduser(reference.parts["path"])).open("rb") as file:
                 data = file.read(MAX_SECRET_BYTES + 1)
         except OSError as error:
             raise ConfigurationError(f"{where}: {error.strerror}", field="secrets") from error

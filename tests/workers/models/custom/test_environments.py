@@ -229,6 +229,15 @@ def test_a_python_that_is_not_here_is_named(tmp_path: Path, environments_dir: Pa
     assert any("build.cuda has no effect here" in note for note in notes), notes
 
 
+def test_a_python_with_a_null_character_is_not_here(tmp_path: Path, environments_dir: Path) -> None:
+    make_wheel(tmp_path / "wheels", "told", "1.0")
+    links = f"--find-links {tmp_path}/wheels\n"
+    cog_yaml = 'build:\n  python_version: "3.9\\0"\n'
+    folder = class_with(tmp_path / "one", f"{links}told==1.0\n", cog_yaml)
+    notes = inspect_folder(folder).notes
+    assert any("build.python_version 3.9\0 has no effect here" in note for note in notes), notes
+
+
 def test_code_that_builds_a_package_sees_no_key_and_writes_nowhere_else(
     tmp_path: Path, environments_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

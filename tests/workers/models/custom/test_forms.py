@@ -29,8 +29,19 @@ from tests.workers.models.custom.started import StartClass, StartedClass
 from workers.models.base import PreparedFile
 from workers.models.custom.checking import inspect_folder, is_current, write_interface
 from workers.models.custom.runner.scope import RecordedMetrics
+from workers.models.custom.sources import read_sources
+from workers.models.custom.trial import predict
 
 pytestmark = pytest.mark.slow(about_s=30)
+
+WRITES_FRAME = """
+data = {!r}.encode()
+for fd in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
+    try:
+        os.write(fd, len(data).to_bytes(4, "little") + data)
+    except OSError:
+        pass
+"""
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
@@ -291,6 +302,10 @@ def test_metric_that_is_not_finite_is_refused_by_name(value: object) -> None:
         ("def predict(self, a: int) -> str: raise Silent", "Silent"),
         ("def predict(self, a: int) -> str: raise Odd('day')", "Odd: day"),
         ("def predict(self, a: int) -> str: sys.exit(3)", "the model called sys.exit(3)"),
+        (
+            "def predict(self, a: int) -> str: sys.exit(NoRepr())",
+            "the model called sys.exit(a value of type NoRepr)",
+        ),
         ("def predict(self, a: int) -> str: os._exit(3)", "exited with status 3 while"),
     ],
 )
@@ -302,6 +317,7 @@ def test_an_error_ends_its_prediction_and_not_the_model(
         "class Silent(Exception):\n    def __str__(self): raise ValueError\n"
         "class Odd(Exception):\n    field = property(lambda self: self.none.there)\n"
         "    none = property(lambda self: 1 / 0)\n"
+        "class NoRepr:\n    def __repr__(self): raise ValueError\n"
     )
     folder = write_class(
         tmp_path, f"{silent}class Predictor(BasePredictor):\n    {head}:\n        {tail}\n"
@@ -313,7 +329,14 @@ def test_an_error_ends_its_prediction_and_not_the_model(
         assert reason in found.message
 
 
-@pytest.mark.parametrize("cog_yaml", ["concurrency: 5", "concurrency: [2]", "a: 2024-13-45", "[]"])
+@pytest.mark.parametrize(
+    "cog_yaml",
+    [
+        *("concurrency: 5", "concurrency: [2]", "a: 2024-13-45", "[]", "[" * 5000),
+        *('environment: ["A=\\0"]', 'environment: ["A=\\ud800"]'),
+    ],
+    ids=lambda text: text[:20],
+)
 def test_settings_that_are_no_mappings_are_explained(tmp_path: Path, cog_yaml: str) -> None:
     body = "class Predictor(BasePredictor):\n    def predict(self) -> str: return ''\n"
     folder = write_class(tmp_path, body, f"{cog_yaml}\n")
@@ -569,11 +592,38 @@ def test_what_is_printed_is_there_while_it_computes(
             "invalid input field a: unsupported Cog type object",
         ),
         ("import os; os._exit(7)", "exited with status 7"),
+        (WRITES_FRAME.format("nonsense"), "it sent an invalid response"),
+        (WRITES_FRAME.format('{"ready": {}}'), "it sent an invalid response"),
+        (WRITES_FRAME.format("[" * 5000), "it sent an invalid response"),
+        (WRITES_FRAME.format('{"blobs": [], "ready": 5}'), "it sent an invalid response"),
     ],
+    ids=lambda text: text.strip()[:40],
 )
 def test_a_folder_that_cant_be_served_says_why(tmp_path: Path, body: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         inspect_folder(write_class(tmp_path, body))
+
+
+def test_a_folder_of_a_user_who_does_not_exist_is_named() -> None:
+    folder = Path("~no-such-user")
+    with pytest.raises(ConfigurationError, match="~no-such-user is not a folder"):
+        inspect_folder(folder)
+    with pytest.raises(ConfigurationError, match="~no-such-user is not a folder"):
+        predict(folder, [], folder)
+    assert not is_current(folder)
+
+
+def test_a_file_that_cant_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").symlink_to("/proc/self/mem")
+    with pytest.raises(ConfigurationError, match=r"helper\.py: Input/output error"):
+        read_sources(tmp_path)
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"\xff.py")).write_text("")
+    first = read_sources(tmp_path).sha256
+    (tmp_path / os.fsdecode(b"\xff.py")).rename(tmp_path / os.fsdecode(b"\xfe.py"))
+    assert read_sources(tmp_path).sha256 != first
 
 
 def test_setup_that_raises_refuses_with_its_traceback(tmp_path: Path) -> None:

@@ -151,6 +151,13 @@ def test_a_failure_names_the_input_and_shows_the_traceback(tmp_path: Path) -> No
         found(write_class(tmp_path, body), lines=tmp_path / "inputs.jsonl")
 
 
+def test_lines_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "inputs.jsonl").write_text("[" * 100_000)
+    interface = ModelInterface(inputs={}, output={}, cog_version="0", sources_sha256="0" * 64)
+    with pytest.raises(BadInput, match=r"--inputs .*inputs\.jsonl: "):
+        read_inputs(interface, (), tmp_path / "inputs.jsonl")
+
+
 @pytest.mark.parametrize(
     ("assignments", "line", "reason"),
     [

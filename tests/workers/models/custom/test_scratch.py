@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from workers.models.custom import scratch as module
+from workers.models.custom.process import RunnerProcess
 from workers.models.custom.scratch import Scratch
 
 ROOT = Path(__file__).parents[4]
@@ -38,6 +39,15 @@ def test_files_are_there_and_what_is_written_is_apart(
     scratch.close()
     assert not scratch.path.exists()
     assert (tmp_path / "weights" / "large" / "w.bin").read_bytes() == b"w" * 11
+
+
+def test_a_process_that_can_not_be_started_leaves_no_file_open(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="null byte"):
+        RunnerProcess(tmp_path, environment={"A": "\0"})
+    with pytest.raises(FileNotFoundError):
+        RunnerProcess(tmp_path, python="/no/such/python")
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_folders_of_too_many_files_are_linked_as_a_whole(

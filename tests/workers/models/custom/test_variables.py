@@ -34,7 +34,12 @@ from workers.models.custom.aside import AsideClass
 from workers.models.custom.checking import inspect_folder
 from workers.models.custom.measuring import Conditions, measure, read_inputs
 from workers.models.custom.trial import predict
-from workers.models.custom.variables import read_google_secret
+from workers.models.custom.variables import (
+    EntryVariables,
+    entry_variables,
+    read_google_secret,
+    variables_of,
+)
 
 HIDDEN = "[secret]"
 TOKEN = "told-secret-0123456789"
@@ -253,6 +258,23 @@ def test_commands_give_a_class_what_its_entry_says(
     assert note.startswith(f"secrets.TOKEN: {secret}: No such file")
     with pytest.raises(ConfigurationError, match=r"secrets\.TOKEN"):
         predict(folder, [], tmp_path)
+
+
+def test_entries_whose_folder_can_not_exist_are_skipped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = ["local:~no-such-user/x", "local:\0", f"local:{folder}"]
+    entries = [{"source": source, "environment": {"A": source}} for source in sources[:2]]
+    entries.append({"source": sources[2], "environment": {"A": "mine"}})
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": entries}))
+    monkeypatch.setenv("PENSTOCK_MODELS_FILE", str(tmp_path / "models.yaml"))
+    assert entry_variables(folder).environment == {"A": "mine"}
+
+
+def test_a_secret_of_a_user_who_does_not_exist_is_named(folder: Path) -> None:
+    entry = EntryVariables(secrets={"TOKEN": "local:~no-such-user/token"})
+    with pytest.raises(ConfigurationError, match=r"secrets\.TOKEN: .*No such file"):
+        variables_of(folder, entry)
 
 
 def test_a_class_is_measured_with_its_variables(

@@ -105,10 +105,14 @@ class FrameReader:
             return None
         written = bytes(self._data[HEADER.size : begin])
         del self._data[:begin]
-        message = json.loads(written)
-        if b"\\u" in written:  # `encode_frame` never writes lone surrogates, but other writers may
-            json.dumps(message, ensure_ascii=False).encode()
-        lengths = message.pop("blobs") if isinstance(message, dict) else None
+        try:
+            message = json.loads(written)
+            # `encode_frame` never writes lone surrogates, but other writers may.
+            if b"\\u" in written:
+                json.dumps(message, ensure_ascii=False).encode()
+        except RecursionError:
+            raise ValueError("the message is nested too deeply") from None
+        lengths = message.pop("blobs", None) if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(length) for length in lengths):
             raise ValueError("the message does not specify the lengths of its blobs")
         if len(lengths) > MAX_BLOBS or sum(lengths) > MAX_BLOBS_BYTES:
