@@ -101,7 +101,10 @@ def run_batch(
 def report_batch(
     resident_models: ResidentModels, batch: RunBatch, execution: BatchExecution, inference_s: float
 ) -> BatchResult:
-    """Returns the result of a batch that was just computed in `inference_s`."""
+    """Returns the result of a batch that was just computed in `inference_s`.
+
+    If the device was too small for the batch, evicts all other models first.
+    """
     started_at_s = time.time() - inference_s
     if execution.out_of_memory:
         resident_models.evict_others(keep=batch.model)  # makes room for the next batch

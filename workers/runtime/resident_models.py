@@ -64,8 +64,9 @@ class Offloaded:
     def restore(self) -> LoadedModel:
         """Copies the weights back to their device.
 
-        Raises: RuntimeError: there is not enough memory. Some weights may already have been
-            restored, so call `release`.
+        Raises:
+            RuntimeError: there is not enough memory. Some weights may already have been restored,
+                so call `release`.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)

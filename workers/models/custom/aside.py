@@ -105,7 +105,8 @@ class AsideClass:
         """Returns the runner, with the class imported.
 
         Raises:
-            ModelFailed: the class can't be imported, or one of its secrets can't be read.
+            ModelFailed: the class can't be imported, or Secret Manager is unreachable.
+            ConfigurationError: one of its secrets is missing, or its packages can't be installed.
         """
         sources = read_sources(self._folder)
         variables = variables_of(self._folder, self._variables)

@@ -63,7 +63,8 @@ class ClassBatch:
         """Computes the batch. `timeout_s` applies to each call to the class.
 
         Raises:
-            ModelProcessDied: the process was killed, by the system or because it took too long.
+            ModelProcessDied: the process lost its GPU, or was killed by the system or because it
+                took too long.
         """
         started_at_s = time.time()
         try:
@@ -145,8 +146,8 @@ class ClassBatch:
         """Waits until the class is set up, or set up again if its process has exited.
 
         Raises:
-            Canceled: no caller is waiting for the batch anymore. NotSetUp: the class could not be
-                set up.
+            Canceled: no caller is waiting for the batch anymore.
+            NotSetUp: the class could not be set up.
         """
         process = self._process
         while True:
@@ -219,7 +220,7 @@ class ClassBatch:
             self._changed.clear()
             if (ended := process.take_end()) is not None:
                 raise Canceled if is_stopping else self._explain(slots, ended)
-            if is_over := self._error is not None or len(self._answers) == len(slots):
+            if self._error is not None or len(self._answers) == len(slots):
                 if is_stopping:
                     process.handle_ended(BATCH)
                     raise Canceled
@@ -227,8 +228,7 @@ class ClassBatch:
             if self._is_canceled and not is_stopping and process.is_ready:
                 is_stopping = True
                 process.cancel(BATCH)
-            if not is_over:
-                await self._changed.wait()
+            await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
         """Keeps the output printed during a call with one item.

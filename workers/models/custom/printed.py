@@ -32,8 +32,8 @@ MIN_PART_BYTES = 128
 MIN_HIDDEN_CHARS = 6
 """Shorter secrets are not hidden in a class's output, because they may be parts of other words."""
 HIDDEN = "[secret]"
-SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
-"""Average rate and burst size of `setup` output in the operator's log."""
+SHOWN_CHARS_PER_S, MAX_SHOWN_CHARS = 16 * 1024, 64 * 1024
+"""Average rate and burst size, in characters, of `setup` output in the operator's log."""
 
 
 class PrintedOutput:
@@ -282,21 +282,21 @@ def show(text: str) -> None:
 
 
 class BoundedShow:
-    """Writes text to stderr, up to MAX_SHOWN_BYTES at once and SHOWN_BYTES_PER_S on average.
+    """Writes text to stderr: at most MAX_SHOWN_CHARS at once, and SHOWN_CHARS_PER_S on average.
 
     The rest is omitted, and the number of omitted characters is shown instead.
     """
 
     def __init__(self) -> None:
-        self._room = float(MAX_SHOWN_BYTES)
+        self._room = float(MAX_SHOWN_CHARS)
         self._last_refill_s = time.monotonic()
         self._left_out = 0
 
     def __call__(self, text: str) -> None:
         """Shows the text, or the beginning of it."""
         now_s = time.monotonic()
-        gained = (now_s - self._last_refill_s) * SHOWN_BYTES_PER_S
-        self._room, self._last_refill_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
+        gained = (now_s - self._last_refill_s) * SHOWN_CHARS_PER_S
+        self._room, self._last_refill_s = min(MAX_SHOWN_CHARS, self._room + gained), now_s
         excerpt = text[: int(self._room)]
         self._room -= len(excerpt)
         if excerpt and self._left_out:

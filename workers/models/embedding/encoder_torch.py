@@ -286,7 +286,7 @@ class BertEncoder:
     ) -> torch.Tensor:
         """Returns the last hidden states of concatenated texts, float32 [tokens, width].
 
-        Same arguments as varlen.run_unpadded.
+        Same arguments as run_unpadded.
         """
         tokens = len(ids)
         filler = self.computed_tokens(lengths) - tokens

@@ -200,7 +200,7 @@ class PackedBert:
     def _layer(
         self, weights: BertWeights, name: str, shift: torch.Tensor, after: torch.Tensor
     ) -> _Layer:
-        """Computes one layer.
+        """Returns one layer's weights, on the device.
 
         Its input rows include `shift`, and its output rows include `after`.
         """
