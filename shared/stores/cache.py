@@ -32,7 +32,7 @@ from shared.messages import Receipt
 from shared.models.catalog import Model
 from shared.models.tasks import Input, Result
 from shared.money.charge import SHARED
-from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore
+from shared.stores.redis_client import KEY_PREFIX, Argument, RedisLink, RedisStore
 
 WRITE_ENTRIES = 128
 """Maximum number of entries to write in one round trip."""
@@ -77,12 +77,6 @@ COMPUTED = "miss"
 """`Receipt.cache` of a result charged in full."""
 
 
-class _Write(NamedTuple):
-    key: str
-    value: bytes
-    ttl_s: int
-
-
 class RedisLevel:
     """Gets and puts many values at once. Never raises and never waits long."""
 
@@ -111,7 +105,7 @@ class RedisLevel:
 
         If Redis is down, the values are lost and counted as errors.
         """
-        writes = [_Write(key, value, ttl_s) for key, value in values.items()]
+        writes = [("SET", key, value, "EX", ttl_s) for key, value in values.items()]
         # Packing a SET takes about 20 us. Packing is done in chunks, so that other tasks don't wait
         # long for the event loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
@@ -126,8 +120,7 @@ class RedisLevel:
         answers = await self._link.exchange([("GETDEL", key) for key in keys])
         return [cast("bytes | None", _unwrap(answer)) for answer in answers]
 
-    async def _send_writes(self, writes: list[_Write]) -> list[bool]:
-        commands = [("SET", write.key, write.value, "EX", write.ttl_s) for write in writes]
+    async def _send_writes(self, commands: list[tuple[Argument, ...]]) -> list[bool]:
         return [bool(_unwrap(answer)) for answer in await self._link.exchange(commands)]
 
 

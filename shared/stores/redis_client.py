@@ -501,13 +501,16 @@ class RedisLink:
             answers = await channel.exchange(commands, self._timeout_s)
         finally:
             self._idle.append(channel)
+        shapes = {
+            name: self.client.response_callbacks.get(str(name))
+            for name in {words[0] for words in commands}
+        }
         return [
-            self._shape(answer, words[0]) for answer, words in zip(answers, commands, strict=True)
+            answer
+            if (shape := shapes[words[0]]) is None or isinstance(answer, ResponseError)
+            else shape(answer)
+            for answer, words in zip(answers, commands, strict=True)
         ]
-
-    def _shape(self, answer: Any, command: Argument) -> Any:
-        shape = self.client.response_callbacks.get(str(command))
-        return answer if shape is None or isinstance(answer, ResponseError) else shape(answer)
 
     async def run_script(
         self, script: Script, keys: Sequence[str], args: Sequence[Argument]

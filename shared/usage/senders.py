@@ -2,7 +2,7 @@
 
 The object store receives rows as compressed JSON lines. Each call puts one object into
 `incoming/TABLE`, where the row archive (infra/row_archive) picks it up. The object's name starts
-with the time, so that the oldest is listed first, and ends with a digest of its rows. Rows that are
+with the time, so that the oldest is listed first, and ends with a digest of its data. Rows that are
 resent after a lost response may be stored twice. The archive drops the duplicates it sees, and the
 `rows_deduplicated` view drops the rest.
 """
@@ -56,7 +56,7 @@ class ObjectSender:
         """
         lines = b"".join(row + b"\n" for row in rows)
         packed = gzip.compress(lines, LEVEL, mtime=0)
-        digest = hashlib.blake2b(lines, digest_size=16).hexdigest()
+        digest = hashlib.blake2b(packed, digest_size=16).hexdigest()
         sent_at = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}"
         key = f"{incoming(self._table)}/{sent_at}-{digest}{SUFFIX}"
         asyncio.run(self._objects.put(key, packed, MEDIA_TYPE))
