@@ -59,6 +59,15 @@ def test_a_dataset_gives_its_tables_their_expiration(store: Store, catalog: Tabl
     assert catalog.table(key).settings["expirationTime"] == str(NOW_MS + 3_600_000)
 
 
+def test_a_table_that_expires_after_the_last_year_is_kept(
+    store: Store, catalog: TableCatalog
+) -> None:
+    key = table(catalog, {}, defaultTableExpirationMs=str(2**63 - 1))
+    again = TableCatalog(store)
+    again.load()
+    assert again.tables.keys() == {key}
+
+
 def test_partitions_leave_one_by_one(store: Store, catalog: TableCatalog) -> None:
     partitioning = {"type": "DAY", "field": "day", "expirationMs": str(2 * DAY_MS)}
     key = table(catalog, {"timePartitioning": partitioning})

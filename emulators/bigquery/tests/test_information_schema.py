@@ -75,6 +75,18 @@ def test_options_are_written_as_in_sql(client: bigquery.Client) -> None:
     ]
 
 
+def test_time_after_the_last_year_is_shown_as_the_last(client: bigquery.Client) -> None:
+    rows_of(client, "CREATE TABLE d.late (a INT64)")
+    late = client.get_table("d.late")
+    late._properties["expirationTime"] = str(2**63 - 1)
+    client.update_table(late, ["expires"])
+    rows = rows_of(
+        client, f"SELECT option_value FROM {VIEWS}.TABLE_OPTIONS WHERE table_name = 'late'"
+    )
+    rows_of(client, "DROP TABLE d.late")
+    assert rows == [('TIMESTAMP "9999-12-31T23:59:59.999Z"',)]
+
+
 def test_partitions_have_their_rows(client: bigquery.Client) -> None:
     rows = rows_of(
         client,

@@ -66,6 +66,13 @@ def test_a_change_that_fails_changes_nothing(client: bigquery.Client) -> None:
     assert rows_of(client, "SELECT id FROM d.t ORDER BY id") == [(1,), (2,)]
 
 
+@pytest.mark.parametrize("days", ["CAST('nan' AS FLOAT64)", "CAST('inf' AS FLOAT64)", "1e305"])
+def test_a_number_of_days_is_finite(client: bigquery.Client, days: str) -> None:
+    options = f"OPTIONS(partition_expiration_days={days})"
+    with pytest.raises(BadRequest, match="Invalid number of days"):
+        rows_of(client, f"CREATE TABLE d.days (a DATE) PARTITION BY a {options}")
+
+
 def test_a_table_is_created_with_all_that_the_statement_says(client: bigquery.Client) -> None:
     rows_of(
         client,

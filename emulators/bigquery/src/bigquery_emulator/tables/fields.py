@@ -20,6 +20,8 @@ NOT_SET = msgspec.UNSET
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Milliseconds = Natural
+LAST_MS = 253_402_300_799_999
+"""The end of the year 9999, after which there are no timestamps."""
 
 
 class Fields(msgspec.Struct, rename="camel", omit_defaults=True):

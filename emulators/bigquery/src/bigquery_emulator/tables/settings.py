@@ -3,7 +3,7 @@
 from typing import Any
 
 from bigquery_emulator.errors import InvalidError, UnsupportedError
-from bigquery_emulator.tables.fields import read_fields
+from bigquery_emulator.tables.fields import LAST_MS, read_fields
 from bigquery_emulator.tables.resource_fields import (
     DatasetFields,
     SchemaFields,
@@ -98,7 +98,7 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
         return _view_settings(settings)
     default_ms = dataset.settings.get("defaultTableExpirationMs")
     if default_ms is not None and "expirationTime" not in settings:
-        settings["expirationTime"] = str(created_ms + int(default_ms))
+        settings["expirationTime"] = str(min(created_ms + int(default_ms), LAST_MS))
     if "timePartitioning" in settings:
         settings["timePartitioning"] = _time_partitioning(
             schema, settings["timePartitioning"], dataset

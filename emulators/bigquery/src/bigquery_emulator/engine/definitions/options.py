@@ -5,11 +5,13 @@ A value may be any constant expression, as in
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-definition-language#table_option_list
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import sqlglot
 from sqlglot import exp
 
+from bigquery_emulator.errors import InvalidQueryError
 from bigquery_emulator.googlesql.calls import unsupported
 from bigquery_emulator.tables.schema import Json
 
@@ -39,7 +41,7 @@ def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
     """Returns the changes that OPTIONS make to a Table resource, as a merge patch.
 
     Raises:
-        InvalidQueryError: an option's expression has no value.
+        InvalidQueryError: an option's expression has no value, or is not a number of days.
         UnsupportedError: this server does not support an option.
     """
     others = dict(texts)
@@ -79,7 +81,10 @@ def _changes(
 def _milliseconds(text: str, evaluate: Evaluate) -> str | None:
     if text.upper() == "NULL":
         return None
-    return str(int(float(str(evaluate(f"CAST({text} AS FLOAT64)"))) * _DAY_MS))
+    days = float(str(evaluate(f"CAST({text} AS FLOAT64)")))
+    if not math.isfinite(days * _DAY_MS):
+        raise InvalidQueryError(f"Invalid number of days: {text}")
+    return str(int(days * _DAY_MS))
 
 
 def _labels(text: str) -> Json | None:

@@ -4,9 +4,10 @@ Values are written as in GoogleSQL's OPTIONS.
 """
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from bigquery_emulator.engine.information.described import named
+from bigquery_emulator.tables.fields import LAST_MS
 from bigquery_emulator.tables.listing import Row, fields
 from bigquery_emulator.tables.resources import DatasetResource, TableResource
 from bigquery_emulator.tables.schema import Json
@@ -33,7 +34,8 @@ def table_rows(table: TableResource) -> list[Row]:
     settings = table.settings
     options = _shared(settings)
     if "expirationTime" in settings:
-        moment = datetime.fromtimestamp(int(settings["expirationTime"]) / 1_000, UTC)
+        expires_ms = min(int(settings["expirationTime"]), LAST_MS)
+        moment = datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=expires_ms)
         text = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         options.append(("expiration_timestamp", "TIMESTAMP", f'TIMESTAMP "{text}"'))
     if settings.get("requirePartitionFilter"):
