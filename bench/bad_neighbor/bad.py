@@ -57,7 +57,7 @@ BATCH_PRIORITY = PATIENT | {"x-penstock-lane": "batch"}
 MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
-AuditEvent = Callable[[], Coroutine[Any, Any, int]]
+Call = Callable[[], Coroutine[Any, Any, int]]
 """Sends one request. Returns the response status."""
 _ZONES = sorted(zone for zone in available_timezones() if zone.startswith("America/"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -105,7 +105,7 @@ class Bad:
 
     async def time_alone(self) -> None:
         """Requests the work once, so its time is known even if no response comes later."""
-        kinds: dict[str, AuditEvent] = {
+        kinds: dict[str, Call] = {
             "texts": self._pages,
             "images": self._images,
             "generations": self._long_text,
@@ -132,9 +132,9 @@ class Bad:
             async with asyncio.timeout(TIDY_LIMIT_S):
                 await self._tidy()
 
-    def _worst(self) -> Sequence[AuditEvent]:
+    def _worst(self) -> Sequence[Call]:
         """Returns the calls that are repeated concurrently on the surface."""
-        worst: dict[str, list[AuditEvent]] = {
+        worst: dict[str, list[Call]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
             "generations": [self._long_text] * 24 + [self._choices] * 8,
@@ -148,7 +148,7 @@ class Bad:
         }
         return worst[self._order.surface]
 
-    async def _again(self, act: AuditEvent) -> None:
+    async def _again(self, act: Call) -> None:
         while not self._is_over:
             self.sent += 1
             try:
