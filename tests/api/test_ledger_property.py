@@ -551,6 +551,7 @@ class Mix:
             method = "PUT" if path.startswith("/v1/predictions/") else "POST"
             answer = await http.request(method, path, json=body, headers=headers)
         assert answer.status_code < 500 or answer.status_code in (500, 503, 504), answer
+        assert answer.status_code != 500 or "model_failed" in answer.text, answer.text
         if one.kind not in PREDICTIONS:
             self.answered.add(headers["x-request-id"])
             self.ledger.tell(self.key(one.key), float(answer.headers.get("x-penstock-cost-usd", 0)))

@@ -80,7 +80,7 @@ async def test_hits_of_a_step_need_no_message(redis_url: str) -> None:
     of_again = [row for row in rows if row.request_id == again["id"]]
     hits = [row for row in of_again if row.step in ("check", "joined")]
     assert [row.cache in ("memory", "redis") for row in hits] == [True] * 3
-    assert [row.published_at_s for row in hits if row.worker] == [None] * 3 or hits
+    assert [row.pulled_at_s for row in hits] == [None] * 3
     assert again["output"]["text"] == "A CAT"
     assert again["metrics"]["cost_usd"] == charged_usd(of_again) == 0.25
 

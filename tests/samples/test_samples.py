@@ -10,10 +10,12 @@ parse their commands.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from api.app import create_app
 from shared.models.catalog_file import read_catalog
@@ -93,18 +95,30 @@ def test_wrong_shell_sample_is_found(text: str, reason: str, openapi: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("language", "text"),
+    ("language", "text", "error", "reason"),
     [
-        ("yaml", "frobnicate: 1\n"),
-        ("yaml", "- {name: a, task: custom, source: 'local:a', frobnicate: 1}\n"),
-        ("json", "{'a': 1}\n"),
-        ("hcl", "frobnicate = {}\n"),
-        ("sql", "SELECT frobnicate FROM penstock.rows_deduplicated\n"),
-        ("dockerfile", "FROBNICATE it\n"),
+        ("yaml", "frobnicate: 1\n", AssertionError, "no rule for {'frobnicate'}"),
+        (
+            "yaml",
+            "- {name: custom, task: custom, source: 'local:a', frobnicate: 1}\n",
+            ValidationError,
+            "(?m)^frobnicate$",
+        ),
+        ("json", "{'a': 1}\n", JSONDecodeError, "double quotes"),
+        ("hcl", "frobnicate = {}\n", AssertionError, "frobnicate"),
+        (
+            "sql",
+            "SELECT frobnicate FROM penstock.rows_deduplicated\n",
+            AssertionError,
+            "no columns {'frobnicate'}",
+        ),
+        ("dockerfile", "FROBNICATE it\n", AssertionError, "unexpected 'F'"),
     ],
 )
-def test_wrong_sample_of_a_file_is_found(language: str, text: str) -> None:
-    with pytest.raises(Exception, match=r"."):
+def test_wrong_sample_of_a_file_is_found(
+    language: str, text: str, error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
         FORMATS[language](Block("README.md", 1, language, text))
 
 
