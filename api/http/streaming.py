@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -37,7 +38,12 @@ class HeldResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held, suppress(ClientGone):
-            await while_connected(Request(scope), self.stream_response(send))
+            await while_connected(Request(scope), _run_apart(self.stream_response(send)))
+
+
+async def _run_apart(work: Coroutine[Any, Any, None]) -> None:
+    """Runs a stream in a separate task, so that an event does not resume every caller above it."""
+    await asyncio.create_task(work)
 
 
 def answer_events(

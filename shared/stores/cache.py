@@ -21,18 +21,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from prometheus_client import Counter, Gauge
-from redis.exceptions import ResponseError
 
 from shared.errors import MALFORMED, BadInput
 from shared.messages import Receipt
 from shared.models.catalog import Model
 from shared.models.tasks import Input, Result
 from shared.money.charge import SHARED
-from shared.stores.redis_client import KEY_PREFIX, Argument, RedisLink, RedisStore
+from shared.stores.redis_client import KEY_PREFIX, Call, RedisLink, RedisStore, RoundTrip, unwrap
 
 WRITE_ENTRIES = 128
 """Maximum number of entries to write in one round trip."""
@@ -82,9 +81,9 @@ class RedisLevel:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
-        self._reads = link.batcher("get", self._send_reads)
-        self._writes = link.batcher("put", self._send_writes)
-        self._takes = link.batcher("take", self._send_takes)
+        self._reads = link.batcher("get", _plan_reads)
+        self._writes = link.batcher("put", _plan_writes)
+        self._takes = link.batcher("take", _plan_takes)
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None] | None:
         """Returns the values of `keys` in order, with None for missing ones.
@@ -105,30 +104,28 @@ class RedisLevel:
 
         If Redis is down, the values are lost and counted as errors.
         """
-        writes = [("SET", key, value, "EX", ttl_s) for key, value in values.items()]
+        writes = [Call(("SET", key, value, "EX", ttl_s)) for key, value in values.items()]
         # Packing a SET takes about 20 us. Packing is done in chunks, so that other tasks don't wait
         # long for the event loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
             if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
 
-    async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
-        (values,) = await self._link.exchange([("MGET", *keys)])
-        return cast("list[bytes | None]", _unwrap(values))
 
-    async def _send_takes(self, keys: list[str]) -> list[bytes | None]:
-        answers = await self._link.exchange([("GETDEL", key) for key in keys])
-        return [cast("bytes | None", _unwrap(answer)) for answer in answers]
-
-    async def _send_writes(self, commands: list[tuple[Argument, ...]]) -> list[bool]:
-        return [bool(_unwrap(answer)) for answer in await self._link.exchange(commands)]
+def _plan_reads(keys: list[str]) -> RoundTrip[bytes | None]:
+    return RoundTrip([Call(("MGET", *keys))], lambda replies: unwrap(replies[0]))
 
 
-def _unwrap(answer: object) -> object:
-    """Returns a Redis reply, or raises it if it is an error."""
-    if isinstance(answer, ResponseError):
-        raise answer
-    return answer
+def _plan_takes(keys: list[str]) -> RoundTrip[bytes | None]:
+    return RoundTrip([Call(("GETDEL", key)) for key in keys], _unwrap_all)
+
+
+def _plan_writes(writes: list[Call]) -> RoundTrip[object]:
+    return RoundTrip(writes, _unwrap_all)
+
+
+def _unwrap_all(replies: list[Any]) -> list[Any]:
+    return [unwrap(reply) for reply in replies]
 
 
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:

@@ -28,7 +28,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from redis.exceptions import RedisError
 
@@ -44,7 +44,7 @@ from shared.stores.record_state import (
     record_from_fields,
 )
 from shared.stores.records_redis import RecordsRedis
-from shared.stores.redis_client import CONNECT_LIMIT_S, load_script
+from shared.stores.redis_client import CONNECT_LIMIT_S, RoundTrip, load_script, script_call, unwrap
 
 EndState = Literal["succeeded", "failed", "canceled"]
 """The final states of a record."""
@@ -88,8 +88,8 @@ class Records:
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
         self._commands = redis.small_commands
-        self._claims = redis.batcher("claim", self._send_claims)
-        self._finishes = redis.batcher("finish", self._send_finishes)
+        self._claims = redis.batcher("claim", self._plan_claims)
+        self._finishes = redis.batcher("finish", self._plan_finishes)
 
     # For the API. The API must not promise anything that is not stored, so these methods raise if
     # Redis does not respond.
@@ -235,15 +235,11 @@ class Records:
                 log.debug("can't listen for cancellations", extra={"reason": repr(error)})
                 await asyncio.sleep(LISTEN_PAUSE_S)
 
-    async def _send_claims(self, records: list[str]) -> list[Claim]:
+    def _plan_claims(self, records: list[str]) -> RoundTrip[Claim]:
         keys = [self._redis.record_key(record) for record in records]
-        answers = await self._redis.run_script(CLAIM, keys, (time.time(), JOB_KEEP_S))
-        return [
-            Claim(cast(State, state.decode()), attempts, unfinished, reply or None, is_alone)
-            for state, attempts, unfinished, reply, is_alone in answers
-        ]
+        return RoundTrip([script_call(CLAIM, keys, (time.time(), JOB_KEEP_S))], _read_claims)
 
-    async def _send_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> list[Finish]:
+    def _plan_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> RoundTrip[Finish]:
         keys = [
             self._redis.predictions_key,
             *(self._redis.record_key(record) for record, _, _ in ends),
@@ -253,11 +249,21 @@ class Records:
             JOB_KEEP_S,
             *(part for _, state, reply in ends for part in (state, reply)),
         ]
-        answers = await self._redis.run_script(FINISH, keys, args)
-        return [
-            Finish(bool(ours), cast(State, state.decode()), reply or None)
-            for ours, state, reply in answers
-        ]
+        return RoundTrip([script_call(FINISH, keys, args)], _read_finishes)
+
+
+def _read_claims(replies: list[Any]) -> list[Claim]:
+    return [
+        Claim(cast(State, state.decode()), attempts, unfinished, reply or None, is_alone)
+        for state, attempts, unfinished, reply, is_alone in unwrap(replies[0])
+    ]
+
+
+def _read_finishes(replies: list[Any]) -> list[Finish]:
+    return [
+        Finish(bool(ours), cast(State, state.decode()), reply or None)
+        for ours, state, reply in unwrap(replies[0])
+    ]
 
 
 def _check_canceled() -> None:

@@ -17,6 +17,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
@@ -71,6 +72,8 @@ LATE_ITERATIONS = 2
 EVICTS_ALL = "allkeys"
 """Prefix of eviction policies that also evict keys without a TTL."""
 Argument: TypeAlias = str | bytes | float
+OnEnd = Callable[[list[Any], Exception | None], None]
+"""Called when a round trip is over, with its replies, or with the reason that there are none."""
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,32 @@ def _read(file: PurePosixPath) -> str:
     return resources.files(package).joinpath(file.name).read_text(encoding="utf-8")
 
 
+class Call(NamedTuple):
+    """A command, or a call of a script: its words without the script itself."""
+
+    words: Sequence[Argument]
+    script: Script | None = None
+
+    def pack(self, *, by_digest: bool) -> Sequence[Argument]:
+        """Returns all words, with the script's digest or with its text."""
+        if self.script is None:
+            return self.words
+        if by_digest:
+            return ("EVALSHA", self.script.digest, *self.words)
+        return ("EVAL", self.script.text, *self.words)
+
+
+class RoundTrip(NamedTuple, Generic[Got]):
+    """The calls for several entries, and the function that reads their replies.
+
+    `parse` returns one result per entry. A rejected call's reply is a ResponseError, which `parse`
+    may raise.
+    """
+
+    calls: Sequence[Call]
+    parse: Callable[[list[Any]], list[Got]]
+
+
 class _Waiting(NamedTuple, Generic[Sent, Got]):
     """A call, and when it was made, on the event loop's clock."""
 
@@ -112,29 +141,30 @@ class _Waiting(NamedTuple, Generic[Sent, Got]):
 class Batcher(Generic[Sent, Got]):
     """Makes one operation's calls, one round trip at a time.
 
-    Calls made during a round trip join the next one.
+    Calls made during a round trip join the next one. No task runs for a round trip, because that
+    would cost more than the rest of it.
 
     Args:
-        send: makes a round trip. Each exchange in it raises TimeoutError after `timeout_s`.
+        plan: returns the round trip for some entries.
     """
 
     def __init__(
         self,
+        link: RedisLink,
         operation: str,
-        send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]],
-        timeout_s: float,
-        judge: Callable[[Exception | None], bool],
+        plan: Callable[[list[Sent]], RoundTrip[Got]],
         errors: Counter,
     ) -> None:
+        self._link = link
         self._operation = operation
-        self._send = send
-        self._timeout_s = timeout_s
-        self._judge = judge
+        self._plan = plan
         self._errors = errors
         self._waiting: deque[_Waiting[Sent, Got]] = deque()
         self._waiting_entries = 0
-        self._trips: asyncio.Task[None] | None = None
-        """Task that makes round trips while calls are waiting."""
+        self._sent: list[_Waiting[Sent, Got]] = []
+        """The calls in the current round trip."""
+        self._is_busy = False
+        """True while there are calls, until the last one's round trip is over."""
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
         """Returns one reply per entry, or None after a failure or if the queue is full."""
@@ -145,63 +175,75 @@ class Batcher(Generic[Sent, Got]):
         answers: asyncio.Future[list[Got] | None] = loop.create_future()
         self._waiting.append(_Waiting(entries, answers, loop.time()))
         self._waiting_entries += len(entries)
-        if self._trips is None:
+        if not self._is_busy:
             # It starts in the next event loop iteration, with all the calls from this one.
-            self._trips = loop.create_task(self._make_trips())
+            self._is_busy = True
+            loop.call_soon(self._begin_trip)
         return await answers
 
-    async def close(self) -> None:
-        """Cancels the current round trip. Its calls, and waiting calls, get no reply."""
-        if self._trips is not None:
-            self._trips.cancel()
-            await asyncio.gather(self._trips, return_exceptions=True)
+    def close(self) -> None:
+        """Returns None to all calls."""
+        self._answer(None)
         self._give_up()
+        self._is_busy = False
 
-    async def _make_trips(self) -> None:
+    def _begin_trip(self) -> None:
+        entries = self._take_waiting()
+        if not entries:
+            self._is_busy = False
+            return
         try:
-            while self._waiting:
-                await self._round_trip()
-        finally:
-            self._trips = None
+            calls, parse = self._plan(entries)
+            self._link.exchange(calls, partial(self._end_trip, parse))
+        except Exception as error:
+            asyncio.get_running_loop().call_soon(self._end_trip, None, [], error)
 
-    async def _round_trip(self) -> None:
-        calls, entries = [], list[Sent]()
-        since_s = asyncio.get_running_loop().time() - WAITED_TRIPS * self._timeout_s
+    def _take_waiting(self) -> list[Sent]:
+        """Returns the entries of the calls in the next round trip."""
+        entries = list[Sent]()
+        since_s = asyncio.get_running_loop().time() - WAITED_TRIPS * self._link.timeout_s
         while self._waiting and len(entries) < ROUND_TRIP_ENTRIES:
             call = self._waiting.popleft()
             self._waiting_entries -= len(call.entries)
             if call.since_s < since_s:
                 call.answer(None)
                 continue
-            calls.append(call)
+            self._sent.append(call)
             entries.extend(call.entries)
-        try:
-            answers = await self._ask(entries) if entries else None
-        except BaseException:  # this was canceled, and nothing else would end the calls
-            for call in calls:
-                call.answer(None)
-            raise
-        start = 0
-        for call in calls:
-            end = start + len(call.entries)
-            call.answer(None if answers is None else answers[start:end])
-            start = end
+        return entries
 
-    async def _ask(self, entries: list[Sent]) -> list[Got] | None:
-        error: Exception | None = None
+    def _end_trip(
+        self,
+        parse: Callable[[list[Any]], list[Got]] | None,
+        replies: list[Any],
+        error: Exception | None,
+    ) -> None:
         answers: list[Got] | None = None
         try:
-            answers = await self._send(entries)
+            if error is not None:
+                raise error
+            assert parse is not None, "a round trip without a plan fails; this is a bug"
+            answers = parse(replies)
         except REDIS_FAILURES as caught:
             error = caught
             self._errors.labels(self._operation).inc()
         except Exception:
-            # For example, a word that can't be encoded. It must not end the task for later calls.
+            # For example, a word that can't be encoded. It must not affect later calls.
             log.exception("a round trip to Redis failed", extra={"operation": self._operation})
-            return None
-        if not self._judge(error):
+            error = None
+        self._answer(answers)
+        if not self._link.judge(error):
             self._give_up()
-        return answers
+        self._begin_trip()
+
+    def _answer(self, answers: list[Got] | None) -> None:
+        """Ends the calls in the current round trip."""
+        start = 0
+        for call in self._sent:
+            end = start + len(call.entries)
+            call.answer(None if answers is None else answers[start:end])
+            start = end
+        self._sent.clear()
 
     def _give_up(self) -> None:
         """Returns None to all waiting calls."""
@@ -253,10 +295,10 @@ class _PacksInC:
         """
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
-        has_bytes = bytes in map(type, words)
-        if not (
-            has_bytes and any(type(word) is bytes and len(word) > COPIED_BYTES for word in words)
-        ):
+        for word in words:
+            if type(word) is bytes and len(word) > COPIED_BYTES:
+                break
+        else:
             return [_pack(words)]
         packed = [b"*%d\r\n" % len(words)]
         for word in words:
@@ -291,29 +333,53 @@ class _Channel:
         self._connection = connection
         self._replies: _Replies | None = None
         """Set while the connection is open."""
+        self._opening: asyncio.Task[None] | None = None
 
-    async def exchange(self, commands: Sequence[Sequence[Argument]], timeout_s: float) -> list[Any]:
-        """Sends commands together and returns their replies. Opens the connection if necessary.
+    def send(self, commands: Sequence[Sequence[Argument]], timeout_s: float, on_end: OnEnd) -> None:
+        """Sends commands together. Opens the connection if necessary.
 
-        A rejected command's reply is a ResponseError.
-
-        Raises:
-            RedisError, OSError: there is no connection, it was lost, or it was too slow.
+        Args:
+            on_end: called once, later, with the replies, or with a RedisError or OSError: there is
+                no connection, it was lost, or it was too slow. A rejected command's reply is a
+                ResponseError.
         """
         until_s = asyncio.get_running_loop().time() + timeout_s
+        if self._replies is None or self._replies.is_closed:
+            opening = self._open_and_send(commands, timeout_s, until_s, on_end)
+            self._opening = asyncio.create_task(opening)
+            return
+        packed = self._pack_commands(commands)
+        self._replies.follow(packed, len(commands), until_s, on_end)
+
+    def _pack_commands(self, commands: Sequence[Sequence[Argument]]) -> list[bytes]:
+        assert isinstance(self._connection, _PacksInC), "made by the pool; this is a bug"
+        return self._connection.pack_commands(commands)
+
+    async def _open_and_send(
+        self,
+        commands: Sequence[Sequence[Argument]],
+        timeout_s: float,
+        until_s: float,
+        on_end: OnEnd,
+    ) -> None:
         try:
-            if self._replies is None or self._replies.is_closed:
-                await self.close()
-                await within(timeout_s, self._connection.connect())  # type: ignore[no-untyped-call]
-                assert isinstance(self._connection, _PacksInC), "made by the pool; this is a bug"
-                self._replies = _Replies(self._connection)
-            packed = self._connection.pack_commands(commands)
-            return await self._replies.follow(packed, len(commands), until_s)
-        except BaseException:
-            await self.close()
-            raise
+            packed = self._pack_commands(commands)
+            await self._disconnect()
+            await within(timeout_s, self._connection.connect())  # type: ignore[no-untyped-call]
+            assert isinstance(self._connection, _PacksInC), "made by the pool; this is a bug"
+            self._replies = _Replies(self._connection)
+            self._replies.follow(packed, len(commands), until_s, on_end)
+        except Exception as error:
+            await self._disconnect()
+            on_end([], error)
 
     async def close(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         self._replies = None
         await self._connection.disconnect(nowait=True)
 
@@ -329,30 +395,26 @@ class _Replies(asyncio.Protocol):
         )
         self._replies: list[Any] = []
         self._expected = 0
-        self._arrived: asyncio.Future[list[Any]] | None = None
+        self._on_end: OnEnd | None = None
         """Set while replies are expected."""
+        self._timer: asyncio.TimerHandle | None = None
         self._transport = connection.hand_over(self)
 
     @property
     def is_closed(self) -> bool:
         return self._transport.is_closing()
 
-    async def follow(self, packed: Sequence[bytes], expected: int, until_s: float) -> list[Any]:
-        """Sends commands, and returns their replies.
+    def follow(self, packed: Sequence[bytes], expected: int, until_s: float, on_end: OnEnd) -> None:
+        """Sends commands.
 
         Args:
             expected: how many replies to wait for.
             until_s: time limit, on the event loop's clock.
+            on_end: called once, later, with the replies or an error.
         """
-        loop = asyncio.get_running_loop()
-        self._replies, self._expected, self._arrived = [], expected, loop.create_future()
         self._transport.writelines(packed)
-        timer = loop.call_at(until_s, self._expire, LATE_ITERATIONS)
-        try:
-            return await self._arrived
-        finally:
-            timer.cancel()
-            self._arrived = None
+        self._replies, self._expected, self._on_end = [], expected, on_end
+        self._timer = asyncio.get_running_loop().call_at(until_s, self._expire, LATE_ITERATIONS)
 
     def data_received(self, data: bytes) -> None:
         """Collects replies. Redis may also push messages, which are ignored."""
@@ -370,13 +432,13 @@ class _Replies(asyncio.Protocol):
         Raises:
             RedisError: the connection can't be used.
         """
-        if self._arrived is None or len(self._replies) == self._expected:
+        if self._on_end is None:
             raise InvalidResponse("Redis sent a reply without a command")
         if isinstance(reply, redis.ConnectionError):  # for example, Redis is loading its data
             raise reply
         self._replies.append(reply)
-        if len(self._replies) == self._expected and not self._arrived.done():
-            self._arrived.set_result(self._replies)
+        if len(self._replies) == self._expected:
+            self._end(self._replies, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called when the connection is closed, by either side."""
@@ -384,18 +446,24 @@ class _Replies(asyncio.Protocol):
 
     def _fail(self, error: Exception) -> None:
         self._transport.close()
-        if self._arrived is not None and not self._arrived.done():
-            self._arrived.set_exception(error)
+        self._end([], error)
+
+    def _end(self, replies: list[Any], error: Exception | None) -> None:
+        on_end, self._on_end = self._on_end, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if on_end is not None:
+            on_end(replies, error)
 
     def _expire(self, iterations: int) -> None:
         """Fails a round trip that has taken too long, unless its replies have just arrived.
 
         If this process has stalled, the timer runs before the replies are read.
         """
-        if self._arrived is None or self._arrived.done():
-            return
         if iterations:
-            asyncio.get_running_loop().call_soon(self._expire, iterations - 1)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(0.0, self._expire, iterations - 1)
         else:
             self._fail(TimeoutError("Redis did not respond in time"))
 
@@ -445,23 +513,26 @@ class RedisLink:
         self._use = use
         self._checks_policy = checks_policy
         self._url = url
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._retry_s = retry_s
         self._gauge = up
         self._errors = errors
         self._field = field
         self._failures = 0
+        self._is_closed = False
         self._up = asyncio.Event()
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
-        self._idle: list[_Channel] = []
+        self._channels: list[_Channel] = []
         """Connections for round trips: at most as many as have ever been used concurrently."""
+        self._idle: list[_Channel] = []
+        """The connections that are not in use."""
 
     def batcher(
-        self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
+        self, operation: str, plan: Callable[[list[Sent]], RoundTrip[Got]]
     ) -> Batcher[Sent, Got]:
-        """Adds a batcher, which the link closes. `send` makes one round trip with `exchange`."""
-        batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
+        """Adds a batcher, which the link closes. `plan` returns the round trip for some entries."""
+        batcher = Batcher(self, operation, plan, self._errors)
         self._batchers.append(batcher)
         return batcher
 
@@ -472,60 +543,94 @@ class RedisLink:
     async def __aenter__(self) -> Self:
         # One connection listens and one retries. Round trips use separate connections.
         self.client = self._connect(2)
+        self._is_closed = False
         self._set_up(is_up=True)
         self._recovering = asyncio.create_task(self._recover())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._recovering.cancel()
-        closing = (self._recovering, *(batcher.close() for batcher in self._batchers))
-        await asyncio.gather(*closing, return_exceptions=True)
+        await asyncio.gather(self._recovering, return_exceptions=True)
+        self._is_closed = True
         self._up.clear()
-        for channel in self._idle:
+        for batcher in self._batchers:
+            batcher.close()
+        for channel in self._channels:
             await channel.close()
+        self._channels.clear()
         self._idle.clear()
         await self.client.aclose()
 
-    async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Sends commands together and returns their replies, for use in a batcher's `send`.
+    def exchange(self, calls: Sequence[Call], on_end: OnEnd) -> None:
+        """Makes one round trip. For batchers.
 
-        A rejected command's reply is a ResponseError. This bypasses redis-py's pool, retries, and
-        records, which take three times as long as everything else.
+        This bypasses redis-py's pool, retries, and records, which take three times as long as
+        everything else.
 
-        Raises:
-            RedisError, OSError: there is no connection, or it was lost.
+        Args:
+            on_end: called once, later, with one reply per call, or with an error. A rejected call's
+                reply is a ResponseError.
         """
-        pool = self.client.connection_pool
-        channel = self._idle.pop() if self._idle else _Channel(pool.make_connection())  # type: ignore[no-untyped-call]
+        if self._idle:
+            channel = self._idle.pop()
+        else:
+            pool = self.client.connection_pool
+            channel = _Channel(pool.make_connection())  # type: ignore[no-untyped-call]
+            self._channels.append(channel)
+        self._send(channel, calls, partial(self._end, channel, calls, on_end))
+
+    def _send(self, channel: _Channel, calls: Sequence[Call], on_end: OnEnd) -> None:
+        commands = [call.pack(by_digest=True) for call in calls]
         try:
-            answers = await channel.exchange(commands, self._timeout_s)
-        finally:
+            channel.send(commands, self.timeout_s, on_end)
+        except Exception as error:
+            asyncio.get_running_loop().call_soon(on_end, [], error)
+
+    def _end(
+        self,
+        channel: _Channel,
+        calls: Sequence[Call],
+        on_end: OnEnd,
+        replies: list[Any],
+        error: Exception | None,
+    ) -> None:
+        unknown = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unknown:  # Redis restarted and needs the scripts again
+            whole = [Call(calls[at].pack(by_digest=False)) for at in unknown]
+            on_rest = partial(self._merge, channel, calls, on_end, replies, unknown)
+            self._send(channel, whole, on_rest)
+            return
+        if not self._is_closed:
             self._idle.append(channel)
-        shapes = {
-            name: self.client.response_callbacks.get(str(name))
-            for name in {words[0] for words in commands}
-        }
+        on_end(self._shape(replies, calls) if error is None else [], error)
+
+    def _merge(
+        self,
+        channel: _Channel,
+        calls: Sequence[Call],
+        on_end: OnEnd,
+        replies: list[Any],
+        unknown: Sequence[int],
+        rest: list[Any],
+        error: Exception | None,
+    ) -> None:
+        """Ends a round trip after the scripts that Redis did not know were sent again."""
+        for at, reply in zip(unknown, rest, strict=False):
+            replies[at] = reply
+        self._end(channel, calls, on_end, [] if error is not None else replies, error)
+
+    def _shape(self, replies: Sequence[Any], calls: Sequence[Call]) -> list[Any]:
+        """Converts replies as redis-py does, for example a hash to a dict."""
+        names = {call.words[0] for call in calls if call.script is None}
+        shapes = {name: self.client.response_callbacks.get(str(name)) for name in names}
         return [
-            answer
-            if (shape := shapes[words[0]]) is None or isinstance(answer, ResponseError)
-            else shape(answer)
-            for answer, words in zip(answers, commands, strict=True)
+            reply
+            if call.script is not None
+            or (shape := shapes[call.words[0]]) is None
+            or isinstance(reply, ResponseError)
+            else shape(reply)
+            for reply, call in zip(replies, calls, strict=True)
         ]
-
-    async def run_script(
-        self, script: Script, keys: Sequence[str], args: Sequence[Argument]
-    ) -> Any:
-        """Runs a script in a separate round trip, for use in a batcher's `send`.
-
-        Raises:
-            RedisError: Redis did not respond, or rejected the call.
-        """
-        (answer,) = await self.exchange([("EVALSHA", script.digest, len(keys), *keys, *args)])
-        if isinstance(answer, NoScriptError):  # Redis restarted and needs the script again
-            (answer,) = await self.exchange([("EVAL", script.text, len(keys), *keys, *args)])
-        if isinstance(answer, ResponseError):
-            raise answer
-        return answer
 
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
@@ -560,8 +665,10 @@ class RedisLink:
             return False
         return True
 
-    def _judge(self, error: Exception | None) -> bool:
+    def judge(self, error: Exception | None) -> bool:
         """Counts one round trip. Returns whether the breaker is closed."""
+        if self._is_closed:
+            return False
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
@@ -621,7 +728,7 @@ class RedisLink:
         try:
             # The first ping may have to connect. Only the second one shows how fast Redis is.
             await within(CONNECT_LIMIT_S, self._ping())
-            await within(self._timeout_s, self._ping())
+            await within(self.timeout_s, self._ping())
         except REDIS_FAILURES:
             return False
         return True
@@ -653,18 +760,13 @@ class RedisStore:
         return await self._link.wait_up(limit_s)
 
 
-class _Call(NamedTuple):
-    words: tuple[Argument, ...]
-    script: Script | None = None
-
-
 class Commands:
     """Runs scripts and single commands. Concurrent calls share a round trip."""
 
     def __init__(self, link: RedisLink, store: str) -> None:
         self._link = link
         self._store = store
-        self._batcher = link.batcher("call", self._send)
+        self._batcher = link.batcher("call", _plan_calls)
 
     async def run(self, *words: Argument) -> Any:
         """Runs a command and returns its reply.
@@ -673,7 +775,7 @@ class Commands:
             Unavailable: Redis rejected the command or did not respond. The command may still have
                 run.
         """
-        return await self._run(_Call(words))
+        return await self._run(Call(words))
 
     async def run_script(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
         """Runs a script and returns its reply.
@@ -682,9 +784,9 @@ class Commands:
             Unavailable: Redis rejected the script or did not respond. The script may still have
                 run.
         """
-        return await self._run(_Call((len(keys), *keys, *args), script))
+        return await self._run(script_call(script, keys, args))
 
-    async def _run(self, call: _Call) -> Any:
+    async def _run(self, call: Call) -> Any:
         answers = await self._batcher.call([call]) if self._link.is_up else None
         if answers is None or isinstance(answers[0], Exception):
             reason = "unreachable" if answers is None else f"refusing: {answers[0]}"
@@ -694,22 +796,18 @@ class Commands:
             )
         return answers[0]
 
-    async def _send(self, calls: list[_Call]) -> list[Any]:
-        answers = await self._link.exchange([_words(call, by_digest=True) for call in calls])
-        unknown = [
-            index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)
-        ]
-        if unknown:  # Redis restarted and needs the scripts again
-            again = await self._link.exchange(
-                [_words(calls[index], by_digest=False) for index in unknown]
-            )
-            for index, answer in zip(unknown, again, strict=True):
-                answers[index] = answer
-        return answers
+
+def script_call(script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Call:
+    """Returns a call of a script."""
+    return Call((len(keys), *keys, *args), script)
 
 
-def _words(call: _Call, *, by_digest: bool) -> tuple[Argument, ...]:
-    if call.script is None:
-        return call.words
-    start = ("EVALSHA", call.script.digest) if by_digest else ("EVAL", call.script.text)
-    return start + call.words
+def unwrap(reply: Any) -> Any:
+    """Returns a reply, or raises it if it is a rejection."""
+    if isinstance(reply, ResponseError):
+        raise reply
+    return reply
+
+
+def _plan_calls(calls: list[Call]) -> RoundTrip[Any]:
+    return RoundTrip(calls, list)

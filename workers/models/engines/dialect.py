@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,8 +83,7 @@ class EngineRequest:
     allowed: NDArray[np.bool_] | None = None
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(msgspec.Struct):
     """A reply, or part of a stream.
 
     `chances`: log probabilities for each token, if they were requested. `prompt_chances`: the same

@@ -196,16 +196,18 @@ class EngineGeneration:
         Raises:
             PenstockError: the text can't continue, or does not match its schema.
         """
+        tokens, steps = self._unread, 0
         for reply in replies:
             self._note_prompt(reply)
-        written = [reply for reply in replies if reply.is_written]
-        if not written:
+            if reply.is_written:
+                tokens += len(reply.tokens)
+                steps += 1
+        if not steps:
             return False
         permit.end()
-        tokens = sum(len(reply.tokens) for reply in written)
-        on_work(self.slot, self._unread + tokens, len(written))
+        on_work(self.slot, tokens, steps)
         self._unread = 0
-        for reply in written:
+        for reply in replies:
             self._take(reply)
             if self.writing.finish is not None or self._must_go_in_pieces():
                 return True

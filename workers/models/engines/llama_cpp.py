@@ -142,7 +142,7 @@ class LlamaCpp(EngineDialect):
             answer.content, add_special_tokens=False
         ).ids
         if answer.tokens and len(ids) == missing + 1 and ids[-1] == answer.tokens[-1]:
-            return replace(reply, tokens=ids)
+            return msgspec.structs.replace(reply, tokens=ids)
         return Reply(cached_tokens=answer.cached_tokens, has_lost=True)
 
     async def _add_chances(

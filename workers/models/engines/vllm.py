@@ -151,9 +151,13 @@ class Vllm(EngineDialect):
 
         def take_events(events: list[bytes]) -> bool:
             nonlocal is_whole
-            answers = [_decode(data, schema_field) for data in events]
-            is_whole = is_whole or any(map(_has_finished, answers))
-            return take([_reply_of(answer, item) for answer in answers])
+            replies = []
+            for data in events:
+                answer = _decode(data, schema_field)
+                for choice in answer.choices:
+                    is_whole = is_whole or bool(choice.finish_reason)
+                replies.append(_reply_of(answer, item))
+            return take(replies)
 
         async with post(PATH, body) as response:
             if response.status != 200:
@@ -325,10 +329,6 @@ def _error_of(fault: _Fault, schema_field: str) -> PenstockError:
         )
     # Its message may contain words from the request.
     return ModelFailed("the engine rejected the text or failed to process it")
-
-
-def _has_finished(answer: _Answer) -> bool:
-    return any(choice.finish_reason for choice in answer.choices)
 
 
 def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
