@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from shared.models.catalog import Model
 from shared.models.tasks.text import GenerationInput
 from shared.process.cores import usable_cores
 from workers.models.base import PreparedPrompt
-from workers.models.engines.dialect import EngineDialect, EngineRequest, Hardware
+from workers.models.engines.dialect import EngineDialect, EngineRequest, Hardware, Reply
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
 from workers.models.generation.prompts import PromptPreparer
@@ -88,10 +89,15 @@ async def _call(
         timed = TimedGeneration(time.monotonic())
         ids = np.frombuffer(prompt.ids, IDS).tolist()
         order = EngineRequest(ids, ANY_SLOT, "everyone", keeps=True, tokens=prompt.max_tokens)
-        async for replies in dialect.stream(server.post, prompt, order):
-            tokens = sum(len(reply.tokens) for reply in replies)
-            if tokens:
-                timed.pieces_s.append(time.monotonic())
-            timed.tokens += tokens
+        await dialect.stream(server.post, prompt, order, partial(_note, timed))
         texts.append(timed)
     return texts
+
+
+def _note(timed: TimedGeneration, replies: Sequence[Reply]) -> bool:
+    """Records tokens that arrived together. Returns False, because all tokens are needed."""
+    tokens = sum(len(reply.tokens) for reply in replies)
+    if tokens:
+        timed.pieces_s.append(time.monotonic())
+    timed.tokens += tokens
+    return False
