@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shared.models.catalog import Model
 from workers.models.base import LoadedModel, OpenGguf, Preparer
 from workers.models.client import StartClient
 from workers.tasks.base import Resources, WorkerTask
+
+if TYPE_CHECKING:
+    from workers.models.generation.vocabulary import Vocabulary
 
 
 class GenerationWorker(WorkerTask):
@@ -37,14 +41,9 @@ class GenerationWorker(WorkerTask):
     ) -> StartClient:
         from workers.models.engines.client import EngineClient
         from workers.models.engines.dialect import Hardware
-        from workers.models.generation.vocabulary import Vocabulary
 
         hardware = Hardware(resources.device, resources.threads, resources.memory_fraction)
-        vocabulary = Vocabulary(folder)
-        # Loaded only once, because it can take seconds, in which the libraries hold the interpreter
-        # lock, so the event loop would stop even if another thread loaded it.
-        vocabulary.load()
-        return partial(EngineClient.start, entry, vocabulary, hardware, timeout_s)
+        return partial(EngineClient.start, entry, _load_vocabulary(folder), hardware, timeout_s)
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
         """Returns a function only for llama.cpp, which reads the file itself."""
@@ -65,6 +64,20 @@ class GenerationWorker(WorkerTask):
 
         device = Device(resources.device, resources.threads, resources.memory_fraction)
         return GenerationModel(entry, folder, device)
+
+
+@lru_cache(maxsize=1)
+def _load_vocabulary(folder: Path) -> Vocabulary:
+    """Loads a vocabulary once for all of a model's engines, one per GPU, and for their restarts.
+
+    Loading can take seconds, in which the libraries hold the interpreter lock, so the event loop
+    would stop even if another thread loaded it.
+    """
+    from workers.models.generation.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary(folder)
+    vocabulary.load()
+    return vocabulary
 
 
 TASK = GenerationWorker()
