@@ -204,7 +204,7 @@ def _details(line: Beside) -> dict[str, Any]:
         "alone_ms": [round(value_ms, 1) for value_ms in line.alone.took_ms],
         "same_cpu_ms": [round(value_ms, 1) for value_ms in line.same_cpu.took_ms],
         "beside_ms": [round(value_ms, 1) for value_ms in line.beside.took_ms],
-        "refused": {**line.alone.refused, **line.same_cpu.refused, **line.beside.refused},
+        "refused": dict(line.alone.refused + line.same_cpu.refused + line.beside.refused),
         "bad": {str(status): count for status, count in sorted(line.statuses.items())},
         "refused_of_bad": dict(line.reasons),
         "batch_of_bad_ms": round(line.batch_ms, 1),

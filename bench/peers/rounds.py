@@ -110,8 +110,10 @@ def _start(
         started = findings.started[contender.key] = Started(contender.key)
         say(f"{contender.name}: starting")
         try:
-            peer = stack.enter_context(serving(contender, model_folder))
-            peer.drive(texts.mixed(WARM_UP_TEXTS), WARM_UP_IN_FLIGHT, WARM_UP_S)
+            with ExitStack() as starting:
+                peer = starting.enter_context(serving(contender, model_folder))
+                peer.drive(texts.mixed(WARM_UP_TEXTS), WARM_UP_IN_FLIGHT, WARM_UP_S)
+                stack.push(starting.pop_all())
         except (PenstockError, subprocess.SubprocessError) as error:
             started.missing = str(error)
             say(f"{contender.name}: left out: {error}")
@@ -139,11 +141,13 @@ def _one(
     before_s, began_s = one.tree.cpu_s(), time.monotonic()
     try:
         report = one.drive(texts, load.in_flight, load.send_s, load.rate_per_s)
+        after_s = one.tree.cpu_s()
     except subprocess.SubprocessError as error:
         findings.started[one.contender.key].missing = f"died at {load.name}: {error}"
         return []
-    spent_s = {name: spent - before_s.get(name, 0.0) for name, spent in one.tree.cpu_s().items()}
-    one.tree.freeze()
+    finally:
+        one.tree.freeze()
+    spent_s = {name: spent - before_s.get(name, 0.0) for name, spent in after_s.items()}
     answered = len(report.round_trip_ms)
     vectors, failures = _vectors(report, one.contender)
     measured = Measured(

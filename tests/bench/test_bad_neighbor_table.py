@@ -88,9 +88,12 @@ def test_table_says_what_of_the_bound_was_needed(beside_ms: float, met_by: str) 
 
 def test_refusal_of_the_quiet_tenant_is_a_failure() -> None:
     assert not outcome_of([beside("texts")]).failure
-    failed = outcome_of([beside("texts"), beside("images", refused=3)])
-    assert failed.failure.startswith("3 requests of the quiet tenant were refused")
-    assert "429 try later" in failed.details["lines"][1]["refused"]
+    line = beside("images", refused=3)
+    line.alone = noticed(10.0, refused=2)
+    failed = outcome_of([beside("texts"), line])
+    assert failed.failure.startswith("5 requests of the quiet tenant were refused")
+    refused = [shown_line["refused"] for shown_line in failed.details["lines"]]
+    assert refused == [{}, {"429 try later": 5}]
 
 
 def test_request_of_the_quiet_tenant_that_is_not_counted_is_a_failure() -> None:
