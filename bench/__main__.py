@@ -89,7 +89,7 @@ def listing() -> str:
 
 
 def find_summary(module: str) -> str:
-    """Returns the first sentence of a module's docstring, without importing the module."""
+    """Returns the first paragraph of a module's docstring, without importing the module."""
     spec = find_spec(f"bench.{module}")
     assert spec is not None
     assert spec.origin is not None

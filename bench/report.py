@@ -107,4 +107,4 @@ def _cells(figure: Figure) -> tuple[str, str, str, str, str]:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.2f}"
+    return f"{value:,.0f}" if abs(value) >= 100 or float(value).is_integer() else f"{value:.2f}"

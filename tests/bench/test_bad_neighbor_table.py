@@ -96,6 +96,15 @@ def test_refusal_of_the_quiet_tenant_is_a_failure() -> None:
     assert refused == [{}, {"429 try later": 5}]
 
 
+def test_surface_without_responses_is_missed_and_still_shown() -> None:
+    line = beside("texts")
+    line.beside = Noticed()
+    outcome = outcome_of([line])
+    [limited] = [row for row in report.table({"bad": outcome}).splitlines() if "bad one" in row]
+    assert "nan" in limited
+    assert "MISSED" in limited
+
+
 def test_request_of_the_quiet_tenant_that_is_not_counted_is_a_failure() -> None:
     line = beside("texts")
     line.beside.sent += 2
