@@ -190,8 +190,10 @@ def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
         BadInput: there are too many documents.
     """
     texts, limit = body.texts(), model.text.max_input_bytes
-    if len(texts) >= model.text.max_items:
-        reason = f"must have at most {model.text.max_items - 1} documents, got {len(texts)}"
+    # For vectors, the query is an item too.
+    max_documents = model.text.max_items - (0 if model.definition.compares_texts else 1)
+    if len(texts) > max_documents:
+        reason = f"must have at most {max_documents} documents, got {len(texts)}"
         raise BadInput(f"documents: {reason}", field="documents")
     for index, text in enumerate(texts):
         if len(text.encode()) > limit:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from shared.models.catalog import Catalog, Model
 from shared.models.tasks.embedding import TextInput
 from shared.models.tasks.similarity import SimilarityInput
 from tests.api.fake_worker import vector_of
-from tests.api.harness import IMAGE_MODEL, PAIRS_MODEL, TEXT_MODEL, ApiUnderTest
+from tests.api.harness import (
+    IMAGE_MODEL,
+    PAIRS_MODEL,
+    TEXT_MODEL,
+    ApiUnderTest,
+    running_api,
+    settings_for,
+)
 
 pytestmark = pytest.mark.anyio
 DOCUMENTS = [f"document {number}" for number in range(6)]
@@ -116,3 +125,18 @@ async def test_other_models_do_not_rank(api: ApiUnderTest, model: str) -> None:
     response = await api.http.post("/v1/rerank", json=body)
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(("model", "most"), [(TEXT_MODEL, 5), (PAIRS_MODEL, 6)])
+async def test_as_many_documents_rank_as_the_model_takes_items(
+    tmp_path: Path, model: Model, most: int
+) -> None:
+    """With vectors, the query is one of the items."""
+    few = model.model_copy(update={"text": model.text.model_copy(update={"max_items": 6})})
+    async with running_api(settings_for(tmp_path), catalog=Catalog((few,))) as api:
+        reply = await ranked(api, model=few.name, documents=["x"] * most)
+        assert len(reply["results"]) == most
+        body = {"model": few.name, "query": QUERY, "documents": ["x"] * (most + 1)}
+        response = await api.http.post("/v1/rerank", json=body)
+        assert response.status_code == 400
+        assert f"at most {most} documents" in response.json()["error"]["message"]
