@@ -66,7 +66,8 @@ EXTRA_KINDS = (PREVIEW, QUEUE)
 OUTPUT_OF_FLOW = MAX_STEPS * MAX_STEP_ITEMS
 """Number of the event with a flow's output, which follows the events for step items."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-_ID = re.compile(r"(\d{1,2})\.(\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
+_ID = re.compile(r"(-1|\d{1,2})\.(-1|\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
+"""An event ID. Before the first event, both numbers are -1."""
 
 
 class StreamEvent(NamedTuple):
@@ -99,7 +100,7 @@ class EventPosition(NamedTuple):
 
     def to_id(self) -> str:
         """Returns the event ID for a reader at this position."""
-        base = f"{max(0, self.kind)}.{max(0, self.number)}"
+        base = f"{self.kind}.{self.number}"
         return f"{base}.{self.preview}" if self.preview else base
 
 

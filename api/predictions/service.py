@@ -655,8 +655,8 @@ class Predictions:
         outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
         if prediction.steps:
             with suppress(PenstockError):  # the next reader will retry
-                await self._flows.fail(prediction, error)
-                metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
+                if await self._flows.fail(prediction, error):
+                    metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
         else:
             reply = build_failed_reply(error.code, error.public_message)
             finish = await self._records.finish(prediction.record, "failed", reply)

@@ -209,9 +209,10 @@ class FlowEngine:
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
 
-    async def fail(self, prediction: Prediction, error: PenstockError) -> None:
+    async def fail(self, prediction: Prediction, error: PenstockError) -> bool:
+        """Ends a run with an error. Returns whether this call ended it as failed."""
         await self._runs.close(prediction.record, msgspec.json.encode(error_item(error)))
-        await self.settle(prediction)
+        return await self.settle(prediction)
 
     async def abandon(self, run_id: str, error: PenstockError) -> None:
         """Ends a run because one of its jobs could not be read."""
@@ -219,13 +220,18 @@ class FlowEngine:
         if record is not None and record.document:
             await self.fail(decode_document(record.document), error)
 
-    async def settle(self, prediction: Prediction) -> None:
-        """Ends the record of a closed or canceled run and records the cost of its items."""
+    async def settle(self, prediction: Prediction) -> bool:
+        """Ends the record of a closed or canceled run and records the cost of its items.
+
+        Returns whether this call ended it as failed.
+        """
         run_id = prediction.record
         record = await self._records.read(run_id)
-        if record is not None and record.reply is None:
-            await self._end_closed(run_id, record, await self._runs.read(run_id))
-            await self._publish_end(run_id, prediction)
+        if record is None or record.reply is not None:
+            return False
+        has_failed = await self._end_closed(run_id, record, await self._runs.read(run_id))
+        await self._publish_end(run_id, prediction)
+        return has_failed
 
     async def _advance(
         self, envelope: Envelope, body: JobBody, *, is_repeated: bool
@@ -463,8 +469,10 @@ class FlowEngine:
 
     async def _end_closed(
         self, run_id: str, record: Record, state: RunState, envelope: Envelope | None = None
-    ) -> None:
+    ) -> bool:
         """Ends the record of a closed or canceled run, including the cost of its items.
+
+        Returns whether this call ended it as failed.
 
         Args:
             envelope: used to count the end of the run in metrics. None if the API counts the end of
@@ -474,13 +482,15 @@ class FlowEngine:
         reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
         end: EndState = "canceled" if record.state == "canceled" else "failed"
         is_ours = await self._finish(run_id, end, reply)
+        has_failed = is_ours and end == "failed"
         if not is_ours or envelope is None or error is None:
-            return
+            return has_failed
         is_late = error.code == DeadlineExceeded.code
         self._count_toward_slo(envelope, "expired" if is_late else end)
         if error.code == ModerationBlocked.code:
             images = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
             WITHHELD.labels(envelope.flow).inc(images)
+        return has_failed
 
     async def _publish_end(self, run_id: str, prediction: Prediction) -> None:
         for event in ("output", "completed"):

@@ -75,6 +75,23 @@ async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
     assert [event["event"] for event in resumed][-2:] == ["output", "done"]
 
 
+async def test_a_reader_who_only_saw_previews_gets_the_first_log_event(
+    api: ApiUnderTest, stores: RecordStores
+) -> None:
+    created = await being_drawn(api)
+    path = f"/v1/predictions/{created['id']}/stream?events=preview"
+    await stores.previews.add(created["id"], 0, 1, 20, b"image 1")
+    async with api.http.stream("GET", path) as answer:
+        preview = await anext(events(answer))
+    assert preview["event"] == "preview"
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while not await stores.records.progress(created["id"], 0, 20):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    async with api.http.stream("GET", path, headers={"last-event-id": preview["id"]}) as answer:
+        assert (await anext(events(answer)))["event"] == "logs"
+    api.worker.go.set()
+
+
 async def test_other_readers_are_shown_none_and_have_none_drawn(
     api: ApiUnderTest, stores: RecordStores
 ) -> None:

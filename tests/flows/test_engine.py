@@ -423,8 +423,9 @@ async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: st
         await workers.do_next()
         await workers.do_next()
         late = DeadlineExceeded("deadline exceeded: the prediction did not finish within 60 s")
-        await workers.engine.fail(workers.prediction, late)
-        await workers.engine.fail(workers.prediction, Unavailable("something else"))
+        failed = (workers.engine.fail(workers.prediction, late) for _ in range(2))
+        assert sorted(await asyncio.gather(*failed)) == [False, True], "only one of them counts"
+        assert not await workers.engine.fail(workers.prediction, Unavailable("something else"))
         charged_usd = workers.charged_usd(await workers.ended())
         await workers.work()
         record = await workers.ended()

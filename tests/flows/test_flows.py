@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+from prometheus_client import REGISTRY
 
 from shared.broker.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings, jobs_topic_id
 from shared.tenants.plan import Limits, Plan
@@ -178,6 +179,22 @@ async def test_cancel_in_the_middle_starts_nothing_more(redis_url: str) -> None:
     assert ("words", "succeeded") in by_step
     assert ("check", "canceled") in by_step
     assert shown["metrics"]["cost_usd"] == canceled["metrics"]["cost_usd"] == charged_usd(rows)
+
+
+async def test_a_late_run_that_many_read_at_once_is_counted_once(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, labels = "penstock_api_predictions_total", {"model": "spell", "event": "expired"}
+    async with world(redis_url, SPELL, idle={CHECK.name}) as flows:
+        await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
+        run_id = await started(flows, "a cat")
+        before = REGISTRY.get_sample_value(name, labels) or 0
+        monkeypatch.setattr("api.predictions.service.GRACE_S", -86_400.0)
+        path = f"/v1/predictions/{run_id}"
+        read = await asyncio.gather(*(flows.http.get(path) for _ in range(8)))
+        after = REGISTRY.get_sample_value(name, labels)
+    assert {response.json()["status"] for response in read} == {"failed"}
+    assert after == before + 1
 
 
 @pytest.mark.slow(about_s=6)  # its deadline passes
