@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
 """Maximum size of a log that is read. If a log is larger, its lines are run again."""
 _BEGUN, _ANSWERS = "begun", "answers"
+_SEGMENT_NAME = re.compile(r"[0-9]{5}")
+_LOG_NAME = re.compile(r"([0-9]{8})-.+")
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
 
@@ -214,7 +217,9 @@ class BatchStore:
     async def count_begun_segments(self, owner: str, batch_id: str) -> int:
         """Returns the number of segments whose lines may have run."""
         marks = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{_BEGUN}", MAX_SEGMENTS)
-        return int(marks[-1].key.rpartition("/")[2]) + 1 if marks else 0
+        names = [mark.key.rpartition("/")[2] for mark in marks]
+        indices = [int(name) for name in names if _SEGMENT_NAME.fullmatch(name)]
+        return indices[-1] + 1 if indices else 0
 
     async def log_answers(
         self,
@@ -240,13 +245,11 @@ class BatchStore:
     async def answer_logs(self, owner: str, batch_id: str) -> list[StoredLog]:
         """Returns the answer logs, oldest first."""
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
-        logs = [
-            StoredLog(
-                MAX_LOGS - int(stored_object.key.rpartition("/")[2].partition("-")[0]),
-                stored_object.key,
-            )
-            for stored_object in await self._objects.listing(folder, MAX_LOGS)
-        ]
+        logs = []
+        for stored_object in await self._objects.listing(folder, MAX_LOGS):
+            name = _LOG_NAME.fullmatch(stored_object.key.rpartition("/")[2])
+            if name is not None:  # otherwise not ours
+                logs.append(StoredLog(MAX_LOGS - int(name[1]), stored_object.key))
         return logs[::-1]
 
     async def read_logged_answers(self, key: str) -> dict[int, LineAnswer]:

@@ -386,7 +386,8 @@ class StorageReservation:
     def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage
         self._quota = quota
-        self._key = ""
+        self._keys: list[str] = []
+        """Markers to delete: the current one, and those left by a canceled call."""
         self._size_bytes = 0
         self._renew_at_s = 0.0
 
@@ -413,22 +414,26 @@ class StorageReservation:
         storage, now_s = self._storage, self._storage.clock()
         name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
         key = f"{RESERVED}/{owner_of(self._quota.tenant)}/{name}"
-        await storage.objects.put(key, b"", _MARKER)
-        before, self._key = self._key, key
+        before = self._keys[-1] if self._keys else ""
+        self._keys.append(key)
         try:
+            await storage.objects.put(key, b"", _MARKER)
             self._check(await storage.use(self._quota.tenant, before), size_bytes)
         except PenstockError:
-            self._key = before
-            await storage.objects.delete(key)
+            await self._delete(key)
             raise
         self._size_bytes, self._renew_at_s = size_bytes, now_s + RENEW_S
         if before:
-            await storage.objects.delete(before)
+            await self._delete(before)
 
     async def end(self) -> None:
         """Releases the reservation. Written files are counted separately."""
-        if self._key:
-            await self._storage.objects.delete(self._key)
+        for key in list(self._keys):
+            await self._delete(key)
+
+    async def _delete(self, key: str) -> None:
+        await self._storage.objects.delete(key)
+        self._keys.remove(key)
 
     def _check(self, use: StorageUse, size_bytes: int) -> None:
         """Rejects amounts over the quota. `use` includes this reservation."""

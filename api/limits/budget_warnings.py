@@ -48,7 +48,11 @@ class BudgetWarnings:
 
     async def __aexit__(self, *exc: object) -> None:
         if self._send_tasks:
-            await asyncio.wait(self._send_tasks, timeout=CLOSE_LIMIT_S)
+            _, late = await asyncio.wait(self._send_tasks, timeout=CLOSE_LIMIT_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
 
     def check(
         self, counter: MonthCounter, plan: Plan, tenant: str, *, is_refused: bool = False

@@ -104,6 +104,41 @@ async def test_room_of_an_instance_that_died_comes_back(
     assert await objects.listing("files/reserved", 10) == []
 
 
+class StuckStore(ObjectStore):
+    """An object store whose listings get stuck while `is_stuck` is true."""
+
+    is_stuck = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.has_waiter = asyncio.Event()
+
+    async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
+        if self.is_stuck:
+            self.has_waiter.set()
+            await asyncio.Event().wait()
+        return await super().listing(folder, limit, after)
+
+
+async def test_a_canceled_upload_leaves_no_reservation(tmp_path: Path) -> None:
+    objects = StuckStore(f"file://{tmp_path}")
+    storage = Storage(objects)
+
+    async def upload() -> None:
+        async with storage.reserve(quota(), None) as growing:
+            await growing.cover(1)
+            objects.is_stuck = True
+            await growing.cover(50_000)
+
+    uploading = asyncio.create_task(upload())
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        await objects.has_waiter.wait()
+    uploading.cancel()
+    await asyncio.wait([uploading])
+    objects.is_stuck = False
+    assert await objects.listing(RESERVED, 10) == []
+
+
 async def test_a_long_upload_keeps_its_room(storage: Storage, clock: Clock) -> None:
     async with storage.reserve(quota(), 90_000) as reservation:
         for written_bytes in range(0, 90_000, 10_000):

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from api.errors import BudgetExceeded, BudgetReserved
+from api.limits import budget_warnings
 from api.limits.accounts import LimitStore
 from api.limits.budget_warnings import BudgetWarnings
 from api.limits.limiter import Limiter, RequestDemand
@@ -31,11 +32,17 @@ class Topic:
     def __init__(self) -> None:
         self.events: list[BudgetEvent] = []
         self.is_away = False
+        self.is_stuck = False
+        self.canceled = 0
 
     async def publish(
         self, topic_id: str, data: bytes, attributes: dict[str, str], **more: object
     ) -> None:
-        await asyncio.sleep(0)
+        try:
+            await (asyncio.Event().wait() if self.is_stuck else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.canceled += 1
+            raise
         if self.is_away:
             raise Unavailable("the test says so")
         assert topic_id == WEBHOOKS_TOPIC_ID
@@ -137,3 +144,12 @@ async def test_budget_of_a_key_has_its_own_warnings(fleet: Fleet) -> None:
 async def test_plan_without_a_webhook_tells_nobody(fleet: Fleet) -> None:
     await fleet.spend(0.99, Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0)))
     assert told(fleet) == []
+
+
+async def test_closing_cancels_a_warning_that_gets_stuck(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget_warnings, "CLOSE_LIMIT_S", 0.2)
+    fleet.topic.is_stuck = True
+    await fleet.spend(0.85, Caller(tenant="acme", plan=PLAN))
+    assert fleet.topic.canceled == 1
