@@ -391,6 +391,18 @@ def headers_for(error: PenstockError) -> dict[str, str]:
     return headers
 
 
+def to_known_error(error: Exception) -> PenstockError:
+    """Returns a route's error as one of ours."""
+    match error:
+        case PenstockError():
+            return error
+        case ValidationError() | RequestValidationError():
+            return to_bad_input(error)
+        case ClientDisconnect():
+            return ClientGone()
+    return PenstockError(str(error))
+
+
 def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
     """Returns the first error in a body, with its field and reason."""
     first = error.errors()[0]

@@ -14,10 +14,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.anthropic.schemas import (
@@ -37,11 +35,10 @@ from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
 from api.errors import (
     ERROR_MAPPINGS,
-    ClientGone,
     encode_error,
     headers_for,
     set_error_code,
-    to_bad_input,
+    to_known_error,
 )
 from api.http.call import ModelCall
 from api.http.encode_json import encode_json
@@ -106,7 +103,7 @@ class AnthropicRoute(ErrorRoute):
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the error in Anthropic's format."""
         set_error_code(request, error)
-        return _response(request, _to_known_error(error))
+        return _response(request, to_known_error(error))
 
 
 def error_reply(error: PenstockError, request_id: str | None = None) -> AnthropicErrorReply:
@@ -137,17 +134,6 @@ def as_asked(error: PenstockError) -> PenstockError:
         return error
     message = re.sub(rf"^{error.field}\b", field, error.public_message)
     return error_for_code(error.code, message, field)
-
-
-def _to_known_error(error: Exception) -> PenstockError:
-    match error:
-        case PenstockError():
-            return error
-        case ValidationError() | RequestValidationError():
-            return to_bad_input(error)
-        case ClientDisconnect():
-            return ClientGone()
-    return PenstockError(str(error))
 
 
 def _response(request: Request, error: PenstockError) -> Response:

@@ -22,9 +22,7 @@ from pathlib import PurePath
 from typing import cast
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from api.batches.documents import LineUsage
@@ -32,11 +30,10 @@ from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
 from api.dispatch.request import InferenceRequest
 from api.errors import (
     ERROR_MAPPINGS,
-    ClientGone,
     encode_error,
     headers_for,
     set_error_code,
-    to_bad_input,
+    to_known_error,
 )
 from api.http.call import ModelCall
 from api.http.connection import while_connected
@@ -89,15 +86,7 @@ _encode = msgspec.json.Encoder().encode
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
     """Returns an error's status and body. Invalid requests get a 422."""
-    match error:
-        case PenstockError():
-            known = error
-        case ValidationError() | RequestValidationError():
-            known = to_bad_input(error)
-        case ClientDisconnect():
-            known = ClientGone()
-        case _:
-            known = PenstockError(str(error))
+    known = to_known_error(error)
     mapping = ERROR_MAPPINGS.get(known.code, ERROR_MAPPINGS["internal"])
     status = 422 if known.code in UNPROCESSABLE else mapping.status
     reply = OcrErrorReply(known.public_message, mapping.type, known.field, known.code)
