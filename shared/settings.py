@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from decimal import Decimal
+from functools import cache
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
-from zoneinfo import ZoneInfo
+from zoneinfo import available_timezones
 
 from pydantic import (
     AfterValidator,
@@ -410,12 +411,19 @@ class ReportSettings(InvoiceSettings):
     @field_validator("billing_tz")
     @classmethod
     def _is_zone(cls, name: str) -> str:
-        try:
-            return ZoneInfo(name).key
-        except (KeyError, OSError, ValueError):
-            raise ValueError(
-                f"must be a time zone such as Europe/Berlin, got {name[:40]!r}"
-            ) from None
+        if name not in time_zones():
+            raise ValueError(f"must be a time zone such as Europe/Berlin, got {name[:40]!r}")
+        return name
+
+
+@cache
+def time_zones() -> frozenset[str]:
+    """Returns the time zone names that BigQuery also recognizes.
+
+    ZoneInfo also accepts names that exist only on this machine, such as `posix/UTC` and
+    `localtime`.
+    """
+    return frozenset(available_timezones()) - {"Factory", "localtime"}
 
 
 Kind = TypeVar("Kind", bound=Settings)

@@ -6,7 +6,6 @@ from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
-from zoneinfo import available_timezones
 
 import yaml
 from pydantic import (
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from shared.errors import ConfigurationError
+from shared.settings import time_zones
 
 Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
 """An image, specified by digest or tag."""
@@ -49,7 +49,7 @@ def _is_network(value: str) -> str:
 
 
 def _is_zone(value: str) -> str:
-    if value not in available_timezones():
+    if value not in time_zones():
         raise ValueError(f"{value!r} is not a time zone")
     return value
 
@@ -60,7 +60,7 @@ Network = Annotated[
 Zone = Annotated[
     str,
     AfterValidator(_is_zone),
-    WithJsonSchema({"type": "string", "enum": sorted(available_timezones())}),
+    WithJsonSchema({"type": "string", "enum": sorted(time_zones())}),
 ]
 
 

@@ -27,9 +27,10 @@ from datetime import UTC, date, datetime, time, timedelta
 from functools import cache
 from importlib import resources
 from typing import Literal, NamedTuple, TypeAlias, cast, get_args
-from zoneinfo import ZoneInfo, available_timezones
+from zoneinfo import ZoneInfo
 
 from shared.errors import BadInput
+from shared.settings import time_zones
 
 MAX_NAMES = 1000
 MAX_NAME_CHARS = 256
@@ -165,19 +166,9 @@ def find_zone(tz: str) -> ZoneInfo:
     Raises:
         BadInput: the name is unknown.
     """
-    if tz in _zones():
+    if tz in time_zones():
         return ZoneInfo(tz)
     raise BadInput(f"tz: must be a time zone such as Europe/Berlin, got {tz[:40]!r}", field="tz")
-
-
-@cache
-def _zones() -> frozenset[str]:
-    """Returns the time zone names that BigQuery also recognizes.
-
-    ZoneInfo also accepts names that exist only on this machine, such as `posix/UTC` and
-    `localtime`.
-    """
-    return frozenset(available_timezones()) - {"Factory", "localtime"}
 
 
 def _back(end: datetime, days: int) -> datetime:

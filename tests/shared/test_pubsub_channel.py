@@ -53,7 +53,13 @@ def test_endpoint_says_how_to_connect(endpoint: str, parsed: CallTarget) -> None
     assert parse_endpoint(endpoint) == parsed
 
 
-@pytest.mark.parametrize("endpoint", [":8085", "ftp://localhost:8085", "http://", "unix://pubsub"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *(":8085", "ftp://localhost:8085", "http://", "unix://pubsub"),
+        *("localhost/path", "http://localhost:8085/v1", "localhost/path:8085"),
+    ],
+)
 def test_endpoint_without_host_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigurationError):
         parse_endpoint(endpoint)

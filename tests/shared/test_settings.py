@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shared.errors import ConfigurationError
-from shared.settings import ApiSettings, Settings, WorkerSettings, read_settings
+from shared.errors import BadInput, ConfigurationError
+from shared.reports.definitions import find_zone
+from shared.settings import ApiSettings, ReportSettings, Settings, WorkerSettings, read_settings
 
 
 def test_defaults_need_no_environment() -> None:
@@ -67,6 +68,14 @@ def test_wrong_redis_url_is_refused_under_its_own_name(
     monkeypatch.setenv(variable, url)
     with pytest.raises(ConfigurationError, match=f"^{variable}: "):
         read_settings(ApiSettings)
+
+
+@pytest.mark.parametrize("zone", ["Factory", "localtime", "Europe/Nowhere", "../UTC", ""])
+def test_billing_zone_is_one_that_reports_accept(zone: str) -> None:
+    with pytest.raises(BadInput):
+        find_zone(zone)
+    with pytest.raises(ConfigurationError, match=r"^PENSTOCK_BILLING_TZ: must be a time zone"):
+        read_settings(ReportSettings, billing_tz=zone)
 
 
 def test_settings_are_frozen() -> None:

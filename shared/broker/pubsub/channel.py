@@ -121,7 +121,7 @@ def parse_endpoint(endpoint: str) -> CallTarget:
     host, _, port = (
         target.rpartition(":") if target.rpartition(":")[2].isdigit() else (target, "", "")
     )
-    if not host or scheme not in ("", "http", "https"):
+    if not host or "/" in host or scheme not in ("", "http", "https"):
         raise ConfigurationError(
             f"Pub/Sub endpoint must be HOST:PORT, got {endpoint!r}", field="pubsub_endpoint"
         )
