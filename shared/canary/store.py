@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client import Counter as MetricCounter
 from prometheus_client import Gauge
 
-from shared.canary.verdict import CanaryCounts, RevisionCounts
+from shared.canary.verdict import CanaryCounts
 from shared.models.catalog import Revision
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_script
 
@@ -141,14 +141,13 @@ def _fields(counts: CanaryCounts) -> dict[str, int]:
 
 
 def _add(total: CanaryCounts, fields: Mapping[bytes, bytes]) -> None:
+    """Adds a minute's counts. Fields that a newer release adds are skipped."""
+    sides = {"stable": total.stable, "canary": total.canary}
     for name, value in fields.items():
-        side, _, measure = name.decode().partition(":")
-        count = int(value)
-        if not measure:
-            setattr(total, side, getattr(total, side) + count)
-            continue
-        side_counts: RevisionCounts = getattr(total, side)
-        if measure.isdigit():
-            side_counts.bins[int(measure)] += count
-        else:
-            setattr(side_counts, measure, getattr(side_counts, measure) + count)
+        match name.decode().split(":"):
+            case ["compared" | "outside" as measure]:
+                setattr(total, measure, getattr(total, measure) + int(value))
+            case ["stable" | "canary" as side, "items" | "failed" as measure]:
+                setattr(sides[side], measure, getattr(sides[side], measure) + int(value))
+            case ["stable" | "canary" as side, number] if number.isdecimal():
+                sides[side].bins[int(number)] += int(value)

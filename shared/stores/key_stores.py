@@ -20,9 +20,10 @@ import hashlib
 import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -255,6 +256,8 @@ class KeyFile:
                 try:
                     new.write(data)
                     new.flush()
+                    with suppress(FileNotFoundError):  # a new file is readable only by its owner
+                        os.fchmod(new.fileno(), stat.S_IMODE(self._path.stat().st_mode))
                     _to_disk(new.fileno())
                     os.replace(new.name, self._path)
                 except BaseException:

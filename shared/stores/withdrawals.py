@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 from prometheus_client import Counter, Gauge
 
-from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
+from shared.errors import MALFORMED, ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.models.catalog import Model
 from shared.process.concurrency import BackgroundTask, sleep_until_turn
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
@@ -99,7 +99,7 @@ class WithdrawalStore(RedisStore):
                     withdrawn[name.removeprefix(_WITHDRAWN).decode()] = withdrawal
                 elif name.startswith(_PURGES):
                     purges[name.removeprefix(_PURGES).decode()] = int(value)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (*MALFORMED, ValueError) as error:
             raise UndecodableMessage(f"{self._key}: {error}") from error
         return Withdrawals(withdrawn, purges)
 

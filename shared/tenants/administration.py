@@ -304,7 +304,8 @@ class Administration:
 
         Raises:
             NotThere: the tenant is unknown, meaning it has neither keys nor a plan.
-            InUse: the acting key belongs to the tenant, so it could not undo the change.
+            InUse: the acting key belongs to the tenant, so it could not undo the change, or its own
+                tenant has just been frozen.
             KeysReadOnly: tenants can't be changed here.
         """
         _check_name(tenant, "tenant")
@@ -322,6 +323,12 @@ class Administration:
                     "this key belongs to that tenant; use a key from a different tenant",
                     field="tenant",
                 )
+            if self._is_actor_frozen(document):
+                # Otherwise, two tenants' keys could freeze each other at the same time.
+                raise InUse(
+                    "this key's tenant has just been frozen; use a key from a different tenant",
+                    field="tenant",
+                )
             old = old or StoredTenant()
             since_s = (old.frozen_s or now_s) if is_frozen else None
             new = msgspec.structs.replace(old, frozen_s=since_s)
@@ -329,6 +336,11 @@ class Administration:
 
         await self._change("tenant.freeze" if is_frozen else "tenant.thaw", tenant, change)
         return new
+
+    def _is_actor_frozen(self, document: Document) -> bool:
+        owners = (key.tenant for key in document.keys if self._actor == f"key {key.id}")
+        tenant = document.tenants.get(next(owners, ""))
+        return tenant is not None and tenant.frozen_s is not None
 
     async def _change_key(
         self,

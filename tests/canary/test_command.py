@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import redis
 from typer.testing import CliRunner
 
 from infra.cli.main import app
@@ -162,3 +163,13 @@ def test_errors_name_the_field(models_file: Path, monkeypatch: pytest.MonkeyPatc
     assert "'none' does not exist" in types("resume", "none", status=1)
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "redis://127.0.0.1:1/0")
     assert "PENSTOCK_REDIS_URL" in types("status", status=1)
+
+
+def test_counts_of_a_newer_release_are_skipped(models_file: Path, redis_url: str) -> None:
+    happen(redis_url, models_file)
+    before = status()
+    with redis.Redis.from_url(redis_url) as client:
+        (key,) = client.keys("*:counts:*")
+        for field in ("shadowed", "stable:retries", "third:items", "canary:bins:3"):
+            client.hset(key, field, "1.5")
+    assert status() == before

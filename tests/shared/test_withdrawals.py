@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from infra.local.redis_server import RedisServer
-from shared.errors import ModelWithdrawn, Unavailable
+from shared.errors import ModelWithdrawn, Unavailable, UndecodableMessage
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput
 from shared.stores.cache import cache_key
@@ -62,6 +62,16 @@ async def test_fields_of_a_newer_release_are_skipped(redis_url: str) -> None:
         withdrawals = await store.read()
     assert withdrawals is not None
     assert list(withdrawals.withdrawn) == [f"{TEXT_MODEL.name}:{TEXT_MODEL.revision}"]
+
+
+async def test_a_field_that_nests_too_deep_is_undecodable(redis_url: str) -> None:
+    async with WithdrawalStore(redis_url) as store:
+        assert await store.withdraw(withdrawal())
+        with redis.Redis.from_url(redis_url) as client:
+            (key,) = client.keys("*models:withdrawn")
+            client.hset(key, "withdrawn:x:1", '{"more": ' + "[" * 100_000)
+        with pytest.raises(UndecodableMessage):
+            await store.read()
 
 
 async def test_a_word_that_redis_cant_get_ends_its_call(redis_url: str) -> None:

@@ -251,6 +251,37 @@ async def test_audit_event_that_was_cut_off_hides_no_other(tmp_path: Path) -> No
     assert [event.id for event in await store.audit_events(10)] == ["0"]
 
 
+async def test_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    store = KeyFile(file, is_writable=True)
+    assert await store.replace("", b"{}", ACT)
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    current = await store.read()
+    assert current is not None
+    assert await store.replace(current.version, b'{"keys": []}', ACT)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+async def test_two_tenants_cannot_freeze_each_other(
+    store: KeyStore, admin: Administration, clock: Clock
+) -> None:
+    """Both keys' requests were accepted before either tenant was frozen."""
+    issued = {
+        tenant: await admin.create_key(KeyRequest(tenant, "x", ("admin",)))
+        for tenant in ("acme", "globex")
+    }
+    first, second = (
+        Administration(store, actor=f"key {issued_key.key.id}", address="desk", clock=clock)
+        for issued_key in issued.values()
+    )
+    await first.freeze_tenant("globex", is_frozen=True)
+    with pytest.raises(InUse, match="has just been frozen"):
+        await second.freeze_tenant("acme", is_frozen=True)
+    directory = Directory(await admin.read())
+    assert directory.find(issued["acme"].key, clock.now_s).state == "valid"
+
+
 async def test_file_that_is_not_replaced_leaves_no_copy(tmp_path: Path) -> None:
     store = KeyFile(tmp_path / "keys.json", is_writable=True)
     await store.replace("", b"{}", ACT)
