@@ -36,6 +36,7 @@ from workers.models.base import PreparedControl, PreparedImage
 from workers.models.image.folders_beside import IpAdapterFiles
 from workers.models.image.kept_encodings import KeptEncodings
 from workers.models.image.own_pipeline import Interception
+from workers.models.image.pipeline import load_part
 from workers.models.image.plan import ImagePlan
 from workers.models.loading import folder_errors
 
@@ -156,9 +157,7 @@ class Controls:
 def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.ControlNetModel:
     field = f"image.controls.{name}"
     with folder_errors(f"{field}: {folder}", field):
-        net: Any = diffusers.ControlNetModel.from_pretrained(
-            folder, dtype=plan.dtype, local_files_only=True, use_safetensors=True
-        )
+        net: Any = load_part(diffusers.ControlNetModel, folder, pipeline.device, plan.dtype)
     wrong = [
         f"{shape} {net.config.get(shape)!r} instead of {pipeline.unet.config.get(shape)!r}"
         for shape in _SHAPES
@@ -178,7 +177,7 @@ def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.
         )
     if plan.is_tuned:
         net.to(memory_format=torch.channels_last)
-    loaded: diffusers.ControlNetModel = net.to(pipeline.device).eval()
+    loaded: diffusers.ControlNetModel = net.eval()
     return loaded
 
 

@@ -122,13 +122,35 @@ def _load_pipeline(
         _check_parts(folder, config)
         # Parts that a folder omits, such as Stable Diffusion 3's T5, must be passed as None
         # explicitly.
-        without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
+        components: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
-            without |= {"safety_checker": None, "requires_safety_checker": False}
+            components |= {"safety_checker": None, "requires_safety_checker": False}
+        parts = kind._get_signature_keys(kind)[0]
+        for name in (parts & config.keys()) - components.keys():
+            if (part := _class_of_part(config[name])) is not None:
+                components[name] = load_part(part, folder / name, device, dtype)
         pipeline = kind.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, **without
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, **components
         ).to(device)
     return pipeline, config
+
+
+def _class_of_part(place: Any) -> Any | None:
+    """Returns the diffusers model at a place in model_index.json. None if it is something else."""
+    library, name = place if isinstance(place, list | tuple) else (None, None)
+    kind = getattr(diffusers, name, None) if library == "diffusers" else None
+    return kind if isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin) else None
+
+
+def load_part(kind: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Loads a diffusers model, one tensor at a time from the memory-mapped file to the device.
+
+    Loading the whole model before moving it would need memory for it on the host, because weights
+    that are stored in another precision are converted there.
+    """
+    return kind.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, use_safetensors=True, device_map=device
+    )
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:

@@ -101,7 +101,11 @@ def _dtype(precision: str, capability: Capability) -> torch.dtype:
 
 
 def _batch_sizes(entry: Model) -> tuple[int, ...]:
-    """Returns powers of two, up to the largest batch of default-size images within the budget."""
+    """Returns powers of two, up to the largest batch of default-size images within the budget.
+
+    The entry doesn't list them, because its batch limits already determine which batches can occur.
+    A list could only contradict them, and would have to be changed along with them.
+    """
     usual = entry.image
     largest = min(
         entry.batch.max_items, max(1, entry.budget // (usual.width * usual.height * usual.steps))
