@@ -50,6 +50,7 @@ def series() -> TimeSeries:
         ("-sum(gauge)", {(): -8.0}),
         ("clamp_max(sum(gauge), 4)", {(): 4.0}),
         ("clamp(sum(gauge), 9, 12)", {(): 9.0}),
+        ("clamp(sum(gauge), 12, 9)", {}),
         ("ceil(sum(gauge) / 3)", {(): 3.0}),
         ("sum(gauge) / (sum(gauge) > 100)", {}),
         ("scalar(sum(gauge)) * 2", 16.0),

@@ -331,6 +331,8 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             bounds = [number(other(at)) for other in others]
+            if len(bounds) == 2 and bounds[1] < bounds[0]:  # clamp() then has no result
+                return {}
             return apply_to_each(first(at), lambda value: float(how(value, *bounds)))
 
         return step
