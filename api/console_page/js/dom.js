@@ -25,20 +25,23 @@ function fill(element, { on = {}, ...attributes }, children) {
     element.setAttribute(name, value === true ? "" : String(value));
   }
   for (const [event, listener] of Object.entries(on)) element.addEventListener(event, listener);
-  element.append(...nodes(children));
+  element.append(nodesOf(children));
   return element;
 }
 
-function nodes(children) {
-  return children
-    .flat(Infinity)
-    .filter((child) => child !== null && child !== undefined && child !== false)
-    .map((child) => (child instanceof Node ? child : String(child)));
+function nodesOf(children) {
+  // A call can't take as many arguments as a long list has nodes.
+  const nodes = document.createDocumentFragment();
+  for (const child of children.flat(Infinity)) {
+    if (child === null || child === undefined || child === false) continue;
+    nodes.append(child instanceof Node ? child : String(child));
+  }
+  return nodes;
 }
 
 /** Replaces what an element holds. */
 export function put(element, ...children) {
-  element.replaceChildren(...nodes(children));
+  element.replaceChildren(nodesOf(children));
   return element;
 }
 

@@ -12,7 +12,7 @@ export function ranking(title, series, stacked, unit) {
   const sum = (at) => series.reduce((total, one) => total + (one.y[at] ?? 0), 0);
   const length = stacked ? sum : size;
   const order = series[0].x.map((_, at) => at).sort((a, b) => length(b) - length(a));
-  const most = Math.max(...order.map(length), 0);
+  const most = order.reduce((longest, at) => Math.max(longest, length(at)), 0);
   const rows = order.slice(0, MOST).map((at) => {
     const values = series.map((one) => one.y[at]);
     const cells = stacked

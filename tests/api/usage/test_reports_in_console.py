@@ -202,6 +202,22 @@ async def test_plots_and_columns_may_have_very_many_values(page: Page) -> None:
     assert amount == "$1,234.50"
 
 
+async def test_elements_and_rankings_may_have_very_many_children(page: Page) -> None:
+    counts = await page.evaluate(
+        """async () => {
+            const { h, put } = await import("./console/assets/js/dom.js");
+            const { ranking } = await import("./console/assets/js/ranking.js");
+            const names = Array.from({ length: 300_000 }, (_, at) => `name ${at}`);
+            const element = h("p", {}, names);
+            const counts = [element.childNodes.length];
+            put(element, names, ["last"]);
+            ranking("Many", [{ name: "one", x: names, y: names.map((_, at) => at) }], false, "");
+            return [...counts, element.childNodes.length];
+        }"""
+    )
+    assert counts == [300_000, 300_001]
+
+
 async def test_all_numbers_of_an_administrator_have_the_stated_scope(
     world: World, page: Page
 ) -> None:
