@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -287,6 +287,32 @@ def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: 
                 left[rival] -= 1
                 if not left[rival]:
                     return apart
+
+
+def test_a_tenant_that_loses_its_turns_changes_nothing_for_the_others() -> None:
+    """Neither one that arrives later nor the loser itself makes up for its turns afterward."""
+    queue: BatchQueue[Entry] = BatchQueue(BUDGET, 16)
+    arrived, held_up = count(), {"loser"}
+
+    def add(tenant: str) -> None:
+        for _ in range(600):
+            queue.add(Entry(next(arrived), 1, "a", tenant, 1.0))
+
+    def take(items: int) -> Counter[str]:
+        taken: list[Entry] = []
+        while len(taken) < items:
+            taken += queue.take_in_turn(1, inf, may_take=lambda entry: entry.tenant not in held_up)
+        return Counter(entry.tenant for entry in taken)
+
+    add("loser")
+    add("early")
+    assert take(300) == {"early": 300}
+    add("late")
+    of_two = take(300)
+    assert abs(of_two["early"] - of_two["late"]) <= 2 * QUANTUM + 2
+    held_up.clear()
+    of_three = take(300)
+    assert max(of_three.values()) - min(of_three.values()) <= 2 * QUANTUM + 2
 
 
 @pytest.mark.parametrize("keys", ["a", "abc"])

@@ -398,15 +398,25 @@ class BatchQueue(Generic[PartT]):
     def _next_permitted(
         self, is_wanted: Callable[[PartT], bool], may_take: Callable[[PartT], bool]
     ) -> PartT | None:
-        """Returns the first permitted part in turn order. Takes O(tenants log tenants)."""
+        """Returns the first permitted part in turn order. Takes O(tenants log tenants).
+
+        The round of its tenant becomes the current one. Tenants that lost their turns don't make up
+        for them later.
+        """
         waiting = [tenant for tenant in self._tenants.values() if tenant.waiting]
+        skipped = list[TenantQueue[PartT]]()
         for tenant in sorted(waiting, key=lambda candidate: candidate.next_round):
             while (entry := tenant.earliest() if tenant.waiting else None) is not None:
-                if is_wanted(entry[2]):
-                    if may_take(entry[2]):
-                        return entry[2]
+                if not is_wanted(entry[2]):
+                    self.remove(entry[2])
+                    continue
+                if not may_take(entry[2]):
+                    skipped.append(tenant)
                     break
-                self.remove(entry[2])
+                self._round = max(self._round, tenant.next_round)
+                for loser in skipped:
+                    loser.spent = max(loser.spent, float(self._round))
+                return entry[2]
         return None
 
     def waiting_of(self, name: str) -> int:
