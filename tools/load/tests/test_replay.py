@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from penstock_load import replay
 from penstock_load.inputs import REQUEST_FORMS
 from penstock_load.ledger import Ledger, LedgerHead, open_ledger, read_ledger
 from penstock_load.plan import LoadPlan
@@ -119,19 +120,52 @@ async def test_a_run_of_a_flow_is_read_until_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_runs_that_fail_are_hung_up_on_or_never_end(tmp_path: Path) -> None:
-    def run(**fields: Any) -> Arrival:
-        return Arrival(0, model="spell", input="{}", **fields)
-
+async def test_a_run_that_fails_has_its_error_and_price(tmp_path: Path) -> None:
     async with serving(answer_runs) as api:
         api.reads = [{"id": "p1", "status": "failed", "metrics": {"cost_usd": 0.25}}]
-        failed, _ = await replayed(tmp_path / "failed", Target(api.url), [run()])
-        api.reads = [STARTED]
-        hung_up, _ = await replayed(tmp_path / "left", Target(api.url), [run(cancel_after_s=0.2)])
-    (line,) = failed.lines
+        arrival = Arrival(0, model="spell", input="{}")
+        ledger, _ = await replayed(tmp_path / "ledger", Target(api.url), [arrival])
+    (line,) = ledger.lines
     assert (line.status, line.code, line.cost_usd) == (500, "failed", 0.25)
-    (line,) = hung_up.lines
-    assert (line.status, line.ending) == (0, "canceled")
+
+
+WAITS_S = (0.2, 1.0, 5.0, 20.0)
+"""On a busy machine, the first ones may end before the run exists."""
+
+
+@pytest.mark.anyio
+async def test_a_run_is_hung_up_on_between_its_polls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "POLL_S", 0.01)
+    async with serving(answer_runs) as api:
+        api.reads = [STARTED]
+        for wait_s in WAITS_S:
+            arrival = Arrival(0, model="spell", input="{}", cancel_after_s=wait_s)
+            ledger, _ = await replayed(tmp_path / str(wait_s), Target(api.url), [arrival])
+            (line,) = ledger.lines
+            assert (line.status, line.ending) == (0, "canceled")
+            if api.read_headers:
+                return
+    pytest.fail("the run was never polled")
+
+
+@pytest.mark.anyio
+async def test_a_run_that_never_ends_is_unanswered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "POLL_S", 0.01)
+    async with serving(answer_runs) as api:
+        api.reads = [STARTED]
+        for wait_s in WAITS_S:
+            monkeypatch.setattr(replay, "ANSWER_LIMIT_S", wait_s)
+            arrival = Arrival(0, model="spell", input="{}")
+            ledger, _ = await replayed(tmp_path / str(wait_s), Target(api.url), [arrival])
+            (line,) = ledger.lines
+            assert (line.status, line.ending) == (0, "unanswered")
+            if api.read_headers:
+                return
+    pytest.fail("the run was never polled")
 
 
 @pytest.mark.anyio
