@@ -262,8 +262,9 @@ if os.geteuid() == 0 and sys.argv[5] == "as nobody":
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # as after the start of a program
 confine(scratch, [sys.prefix], folder=folder)
 with open("/proc/self/mountinfo", encoding="utf-8") as lines:
-    mounts = [line.split()[4] for line in lines]
-print([mount for mount in mounts if mount.startswith(f"{scratch}/") and mount != f"{scratch}/src"])
+    mounts = [(words[4], words[5].split(",")) for words in map(str.split, lines)]
+below = [mount for mount, flags in mounts if mount.startswith(f"{scratch}/") and "rw" in flags]
+print([mount for mount in below if mount != f"{scratch}/src"])
 try:
     open(f"{outside}/told", "w").close()
 except OSError as error:
@@ -274,7 +275,7 @@ except OSError as error:
 @pytest.mark.skipif(not abi_version(), reason="this system has no Landlock")
 @pytest.mark.parametrize("user", ["as root", "as nobody"])
 @pytest.mark.parametrize("parent", ["/tmp", "/var/tmp"])
-def test_only_the_view_is_mounted_below_the_scratch_folder(
+def test_only_the_view_is_mounted_for_writing_below_the_scratch_folder(
     outside: Path, parent: str, user: str
 ) -> None:
     """Everything below that folder may be changed, even the root folders of a copy mounted there.
