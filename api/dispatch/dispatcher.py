@@ -514,8 +514,10 @@ async def _wait_for_items(
 
     A job's items end together, so this wakes up once per job.
     """
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + state.remaining_s() + late_s
     for in_flight in items:
         if not in_flight.is_ended:
-            await in_flight.wait(state.remaining_s() + late_s)
+            await in_flight.wait(max(0.0, ends_s - loop.time()))
         if not in_flight.is_ended:
             return

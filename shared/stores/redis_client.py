@@ -168,6 +168,8 @@ class Batcher(Generic[Sent, Got]):
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
         """Returns one reply per entry, or None after a failure or if the queue is full."""
+        if not entries:
+            return []
         if self._waiting_entries + len(entries) > WAITING_ENTRIES:
             self._errors.labels(self._operation).inc()
             return None
@@ -228,9 +230,12 @@ class Batcher(Generic[Sent, Got]):
             error = caught
             self._errors.labels(self._operation).inc()
         except Exception:
-            # For example, a word that can't be encoded. It must not affect later calls.
+            # For example, a word that can't be encoded. Redis is fine, and later calls are not
+            # affected.
             log.exception("a round trip to Redis failed", extra={"operation": self._operation})
-            error = None
+            self._answer(None)
+            self._begin_trip()
+            return
         self._answer(answers)
         if not self._link.judge(error):
             self._give_up()
@@ -602,7 +607,13 @@ class RedisLink:
             return
         if not self._is_closed:
             self._idle.append(channel)
-        on_end(self._shape(replies, calls) if error is None else [], error)
+        shaped = list[Any]()
+        if error is None:
+            try:
+                shaped = self._shape(replies, calls)
+            except Exception as caught:
+                error = caught
+        on_end(shaped, error)
 
     def _merge(
         self,

@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
+from api.dispatch.dispatcher import _wait_for_items
 from api.dispatch.job_sender import split_into_jobs
 from api.dispatch.reply_inbox import REPLIES
-from api.dispatch.request import InferenceRequest, RequestOptions
+from api.dispatch.request import InferenceRequest, InFlightItem, RequestOptions
 from shared.errors import Overloaded, Unavailable
 from shared.messages import (
     ItemOutcome,
@@ -196,6 +198,23 @@ async def test_short_deadline_of_one_who_joined_does_not_end_the_job(
     harness.worker.go.set()
     assert texts_right(await leader, "a")
     assert [row.status for row in harness.rows] == ["expired"]
+
+
+async def test_items_that_end_one_by_one_do_not_extend_the_time_after_the_deadline() -> None:
+    class Expired:
+        def remaining_s(self) -> float:
+            return 0.0
+
+    state: Any = Expired()
+    nothing: Any = None
+    items = [InFlightItem(nothing) for _ in range(100)]
+    waiting = asyncio.create_task(_wait_for_items(state, items, 0.1))
+    for item in items[:-1]:
+        await asyncio.wait([waiting], timeout=0.05)
+        if waiting.done():
+            break
+        item.end(None)
+    assert waiting.done()
 
 
 async def test_failure_is_shared_and_items_fail_alone(harness: DispatcherHarness) -> None:

@@ -188,6 +188,12 @@ async def stores(redis_url: str) -> AsyncIterator[RecordStores]:
 pytestmark = pytest.mark.anyio
 
 
+async def test_a_claim_of_nothing_is_answered_at_once(stores: RecordStores) -> None:
+    """For example, if all of a pull's jobs belong to runs that have ended."""
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        assert await stores.records.claim([]) == []
+
+
 async def test_record_tells_what_happened_to_a_prediction(stores: RecordStores) -> None:
     began_s = time.time()
     await stores.predictions.create(

@@ -153,7 +153,7 @@ async def test_a_class_without_room_is_set_up_once_others_have_made_some(tmp_pat
     try:
         assert await say(client, "hello") == "hello"
         (tmp_path / "room").unlink()
-        await client.evict([0])
+        await client.evict([0], lambda: None)
         assert (client.residency.resident, client.pid) == ([], 0)
         assert await say(client, "hello") == "hello"
         assert client.residency.resident == [0]

@@ -269,6 +269,17 @@ async def test_the_time_of_a_batch_is_that_of_the_device(tmp_path: Path) -> None
         assert total_s <= done[-1].finished_at_s - done[0].started_at_s + 1e-3
 
 
+async def test_a_load_during_the_wait_for_an_eviction_is_counted(tmp_path: Path) -> None:
+    async with on_device(tmp_path, 0.05) as pool:
+        process = pool.processes[0]
+        await process._evict(0)
+        assert process.residency.resident == []
+        running = await start(pool)  # loads the model
+        await process._evict(0)
+        assert running.done.done()
+        assert process.residency.loads == 1
+
+
 async def test_an_eviction_waits_for_both_batches(tmp_path: Path) -> None:
     async with on_device(tmp_path, 0.05) as pool:
         running: Sequence[RunningBatch] = [await start(pool) for _ in range(2)]

@@ -116,10 +116,13 @@ class ProcessClient(Protocol):
     def watch(self, slots: Sequence[int]) -> None:
         """Requests previews of these slots in the batch that runs in steps, for a moment."""
 
-    async def evict(self, models: Sequence[int]) -> None:
+    async def evict(self, models: Sequence[int], on_turn: Callable[[], None]) -> None:
         """Frees these models' memory between two batches.
 
         The models are loaded again when they are next used.
+
+        Args:
+            on_turn: called once no batch is running, before this replaces the process's report.
         """
 
     async def serve(self, on_end: Callable[[], None]) -> str:

@@ -272,10 +272,11 @@ class ModelClient:
         if number in self._pending:
             self._writer.write(encode_watch(number, list(slots)))
 
-    async def evict(self, models: Sequence[int]) -> None:
+    async def evict(self, models: Sequence[int], on_turn: Callable[[], None]) -> None:
         """Frees these models' memory between batches."""
         turns = await self._take_turns(-1, is_overlapping=False)
         try:
+            on_turn()
             if not self._reason:
                 self._writer.write(encode_evict(list(models)))
                 resident = [model for model in self.residency.resident if model not in models]

@@ -247,8 +247,7 @@ class PooledProcess:
     async def _evict(self, model: int) -> None:
         host, number = self._find(model)
         if host.process.client is not None:
-            self._collect_changes()  # evicting replaces the process's report
-            await host.process.client.evict([number])
+            await host.process.client.evict([number], self._collect_changes)
 
     async def _evict_others(self, models: Sequence[int]) -> bool:
         """Evicts all other models, because the device doesn't have enough memory for all of them.

@@ -168,9 +168,10 @@ class ClassClient:
     def watch(self, slots: Sequence[int]) -> None:
         """Does nothing, because classes don't produce previews."""
 
-    async def evict(self, models: Sequence[int]) -> None:
+    async def evict(self, models: Sequence[int], on_turn: Callable[[], None]) -> None:
         """Stops the process between batches. It is restarted on the next use."""
         async with self._turn:
+            on_turn()
             await self._process.end("another model needs its memory")
             self._process.take_end()
             known = self.residency

@@ -213,9 +213,10 @@ class EngineClient:
     def watch(self, slots: Sequence[int]) -> None:
         """Does nothing, because text has no previews."""
 
-    async def evict(self, models: Sequence[int]) -> None:
+    async def evict(self, models: Sequence[int], on_turn: Callable[[], None]) -> None:
         """Stops the engine between runs. The engine is restarted on the next use."""
         async with self._turn:
+            on_turn()
             self._started.clear()
             await self._end_engine()
             known = self.residency

@@ -67,12 +67,14 @@ class AdapterSlots:
         return sum(layer.lora_down.nbytes + layer.lora_up.nbytes for layer in self._layers.values())
 
     def place(self, rows: Sequence[Row]) -> bool:
-        """Prepares the slots for a call.
+        """Prepares the slots for a call. A single row applies to the whole batch.
 
         Returns:
             False if there are too many rows or adapters, an adapter's rank is too high, or an
             adapter changes a layer without slots.
         """
+        if len(rows) == 1:
+            rows = [*rows] * len(self._numbers)
         adapters = {id(row[0]): row[0] for row in rows if row is not None}
         if len(rows) > len(self._numbers) or len(adapters) > len(self._contents):
             return False
@@ -91,7 +93,7 @@ class AdapterSlots:
 
     def forget(self, layers: Layers) -> None:
         """Empties the adapter's slot, if it has one."""
-        for slot, content in self._contents.items():
+        for slot, content in list(self._contents.items()):
             if content is layers:
                 self._contents[slot] = None
                 self._contents.move_to_end(slot, last=False)

@@ -251,7 +251,7 @@ async def test_an_engine_whose_restart_failed_is_started_again(
     )
     serving, told = asyncio.create_task(client.serve(lambda: None)), Told()
     try:
-        await client.evict([0])
+        await client.evict([0], lambda: None)
         async with asyncio.timeout(WAIT_LIMIT_S):
             failed = await client.run_steps([tiny.prompt(IDS, TOKENS)], WAIT_LIMIT_S, told)
             assert failed.failure is not None
