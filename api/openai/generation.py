@@ -116,23 +116,25 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
             arguments.
 
     Raises:
-        BadInput: two schemas have the same name.
+        BadInput: two schemas have the same `$id`, or a tool's `$id` is not a URI.
     """
     forms, parts, named = [], {}, dict[str, Any]()
     for number, (name, parameters) in enumerate(tools):
         part = _close_schema(parameters)
-        part.setdefault("$id", f"urn:penstock:tool:{number}")
+        tool_id = part.setdefault("$id", f"urn:penstock:tool:{number}")
+        if not isinstance(tool_id, str) or not tool_id.partition("#")[0]:
+            raise BadInput(f"tools: the $id of tool {name[:80]!r} must be a URI", field="tools")
         for schema, _ in _schemas_in(part):
             schema_id = schema.get("$id")
             if isinstance(schema_id, str) and named.setdefault(schema_id, schema) != schema:
                 raise BadInput(
                     f"tools: two schemas have the same $id, {schema_id[:80]!r}", field="tools"
                 )
-        parts[name] = part
+        parts[str(number)] = part  # names may repeat
         forms.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": {"$ref": part["$id"]}},
+                "properties": {"name": {"const": name}, "arguments": {"$ref": tool_id}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }

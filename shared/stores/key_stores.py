@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Self
 from urllib.parse import unquote, urlsplit
@@ -280,27 +281,26 @@ class KeyFile:
         Raises:
             Unavailable: the events can't be read.
         """
-        return await asyncio.to_thread(self._acts, limit, before)
+        limit = min(limit, MAX_AUDIT_EVENTS)
+        return await asyncio.to_thread(lambda: list(islice(self._read_events(before), limit)))
 
-    def _acts(self, limit: int, before: str) -> list[LoggedEvent]:
+    def _read_events(self, before: str) -> Iterator[LoggedEvent]:
+        """Yields the readable events before `before`, newest first."""
         try:
             lines = self._audit.read_bytes().splitlines()
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             raise Unavailable(f"{self._audit}: {error.strerror or error}") from error
         end = min(int(before.partition("-")[0]), len(lines)) if before else len(lines)
-        indices = range(max(0, end - min(limit, MAX_AUDIT_EVENTS)), end)
-        events = []
-        for number in reversed(indices):
+        for number in reversed(range(end)):
             try:
-                act = msgspec.json.decode(lines[number], type=AuditEvent)
+                event = msgspec.json.decode(lines[number], type=AuditEvent)
             except MALFORMED as error:  # a write that was cut off
                 place = f"{self._audit}:{number + 1}"
                 log.warning("audit event left out", extra={"place": place, "reason": str(error)})
                 continue
-            events.append(LoggedEvent(str(number), act))
-        return events
+            yield LoggedEvent(str(number), event)
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
         """Does nothing, because uses are not stored in the file."""

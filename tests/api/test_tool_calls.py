@@ -191,6 +191,21 @@ def test_a_forced_call_takes_what_the_tool_does_and_nothing_made_up(
     assert LLMatcher.validate_grammar(grammar) == ""
 
 
+def test_tools_may_have_the_same_name() -> None:
+    schema = call_schema(
+        [("f", {"properties": {"a": {"type": kind}}}) for kind in ("string", "null")]
+    )
+    assert takes(schema, {"a": "x"})
+    assert takes(schema, {"a": None})
+    assert not takes(schema, {"a": 1})
+
+
+@pytest.mark.parametrize("schema_id", [5, "#here", ""])
+def test_the_id_of_a_tools_schema_is_a_uri(schema_id: Any) -> None:
+    with pytest.raises(BadInput, match=r"the \$id of tool 'f' must be a URI"):
+        call_schema([("f", {"$id": schema_id, "properties": {"a": {}}})])
+
+
 def test_schemas_of_one_name_are_told_apart_or_refused() -> None:
     one, other = ({"$id": "p", "properties": {"a": {"type": kind}}} for kind in ("string", "null"))
     assert takes(call_schema([("f", one), ("g", one)]), {"a": "x"})

@@ -116,6 +116,8 @@ class EngineSteps:
                 await self._wait(timeout_s)
                 if not self._items:
                     await asyncio.sleep(0)  # the last messages are delivered, and more admitted
+            if self._fault is not None:
+                raise self._fault
         finally:
             for task in self._tasks.values():
                 task.cancel()

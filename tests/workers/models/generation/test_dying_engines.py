@@ -41,6 +41,7 @@ from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
 from workers.models.engines.vllm import Vllm
 from workers.models.generation.vocabulary import Vocabulary
+from workers.models.reports import StepMessage
 from workers.models.step_shares import StepRoom
 
 TOKENS = 12
@@ -111,6 +112,16 @@ async def compute(engine: Engine, item: PreparedPrompt, told: Told) -> None:
         await run.run([item], WAIT_LIMIT_S)
     finally:
         await asyncio.sleep(0)  # the last messages are delivered
+
+
+async def test_an_error_on_the_last_result_ends_the_run(folder: Path) -> None:
+    def refuse(message: StepMessage) -> None:
+        raise LookupError("no such item")
+
+    async with opened(folder, "vllm", "stream", "") as engine:
+        run = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, refuse)
+        with pytest.raises(LookupError, match="no such item"):
+            await run.run([tiny.prompt(IDS, TOKENS)], WAIT_LIMIT_S)
 
 
 @pytest.mark.parametrize("protocol", DIALECTS)
