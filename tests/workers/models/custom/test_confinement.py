@@ -301,7 +301,10 @@ import ctypes, os, sys
 sys.path.insert(0, sys.argv[1])
 from workers.models.custom.runner import confinement
 scratch, kept = sys.argv[2:4]
-confinement._enter_namespace()
+try:
+    confinement._enter_namespace()
+except OSError:
+    sys.exit("no namespaces")
 confinement._mount("none", "/", confinement._RECURSIVE | confinement._PRIVATE)
 confinement._mount("tmpfs", f"{kept}/lower", 0, kind="tmpfs")
 open(f"{kept}/lower/told", "w").close()
@@ -323,6 +326,8 @@ def test_folders_mounted_below_a_kept_folder_are_read_only_too(below_tmp: Path) 
         place.mkdir(parents=True)
     command = [sys.executable, "-c", LOWER, str(ROOT), str(scratch), str(weights)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.stderr == "no namespaces\n":
+        pytest.skip("this system has no mount namespaces")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["Read-only file system"] * 2
 
