@@ -21,8 +21,11 @@ from tests.rabbitmq import needs_rabbitmq
 pytestmark = pytest.mark.slow(about_s=120)
 
 ITEMS = 900
-"""Items in the second step: 45 s with one process, so no machine finishes them in DEADLINE_S."""
-DEADLINE_S = 8.0
+"""Items in the second step: 45 s with one process, so no machine finishes them in the first of
+DEADLINES_S.
+"""
+DEADLINES_S = (8.0, 16.0, 32.0)
+"""Tried in this order, because a busy machine may not reach the second step in time."""
 STOPS_WITHIN_S = 10.0
 """Time limit on a busy machine.
 
@@ -150,12 +153,15 @@ def test_a_canceled_run_begins_nothing_more_and_costs_what_it_delivered(stack: W
 
 
 def test_a_late_run_costs_what_it_delivered_in_time(stack: World) -> None:
-    run = begin(stack, **{"cancel-after": f"{DEADLINE_S:g}s"})
-    shown = until_over(stack, run)
-    assert shown["status"] == "failed"
-    assert "deadline" in shown["error"]
+    for deadline_s in DEADLINES_S:
+        run = begin(stack, **{"cancel-after": f"{deadline_s:g}s"})
+        shown = until_over(stack, run)
+        assert shown["status"] == "failed"
+        assert "deadline" in shown["error"]
+        if len(delivered(shown)) > 1:
+            break
     rows = check_charges(stack, shown)
-    due_s = seconds(datetime.fromisoformat(run["created_at"])) + DEADLINE_S
+    due_s = seconds(datetime.fromisoformat(run["created_at"])) + deadline_s
     charged_s = [seconds(row["finished_at"]) for row in rows if row["cost_usd"]]
     assert max(charged_s) < due_s + STOPS_WITHIN_S
     assert max(seconds(row["started_at"]) for row in rows) < due_s + STOPS_WITHIN_S
