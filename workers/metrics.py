@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from shared.metric_types import CountingHistogram
 from shared.models.catalog import Model
 from shared.money.charge import device_share_of
 from shared.process.concurrency import BackgroundTask
@@ -27,16 +27,6 @@ from shared.tenants.plan import PRIORITIES, Priority
 from shared.usage.worker_hour import HOUR_S, WorkerHour
 from workers.identity import WorkerInfo
 from workers.models.reports import BatchResult, ResidencyReport
-
-
-class CountingHistogram(Histogram):
-    """A histogram that can record several equal observations at once."""
-
-    def observe_equal(self, amount: float, times: int) -> None:
-        """Records `amount` this many times."""
-        self._sum.inc(amount * times)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(times)
-
 
 ITEMS = Counter(
     "penstock_worker_items_total", "Items ended, by status and cache level", ["status", "cache"]

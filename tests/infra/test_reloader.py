@@ -93,11 +93,17 @@ def test_a_change_restarts_the_worker_and_has_the_catalog_read_again(world: Worl
 
 def test_a_class_added_since_the_start_is_not_watched(world: World, tmp_path: Path) -> None:
     classes = [LocalClass("new", str(tmp_path)), LocalClass("mine", str(world.file.parent))]
+    told = list[str]()
     reloader = Reloader(
-        classes, {"mine": "worker-mine"}, {}, world.supervisor, lambda word, facts: None
+        classes,
+        {"mine": "worker-mine"},
+        {},
+        world.supervisor,
+        lambda word, facts: told.append(word),
     )
     reloader.look()
     reloader.close()
+    assert told == []
 
 
 def test_sources_that_can_t_be_served_restart_nothing(world: World) -> None:

@@ -8,6 +8,7 @@ import torch
 from workers.models.image.adapter_slots import AdapterSlots
 from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
+pytestmark = pytest.mark.slow
 NAME = "attentions.0"
 SLOTS = 4
 

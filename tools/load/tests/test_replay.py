@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -134,35 +135,23 @@ WAITS_S = (0.2, 1.0, 5.0, 20.0)
 
 
 @pytest.mark.anyio
-async def test_a_run_is_hung_up_on_between_its_polls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ending", ["canceled", "unanswered"])
+async def test_a_run_that_does_not_end_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
+    """The trace hangs up between two polls, or the replay waits no longer."""
     monkeypatch.setattr(replay, "POLL_S", 0.01)
     async with serving(answer_runs) as api:
         api.reads = [STARTED]
         for wait_s in WAITS_S:
-            arrival = Arrival(0, model="spell", input="{}", cancel_after_s=wait_s)
-            ledger, _ = await replayed(tmp_path / str(wait_s), Target(api.url), [arrival])
-            (line,) = ledger.lines
-            assert (line.status, line.ending) == (0, "canceled")
-            if api.read_headers:
-                return
-    pytest.fail("the run was never polled")
-
-
-@pytest.mark.anyio
-async def test_a_run_that_never_ends_is_unanswered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replay, "POLL_S", 0.01)
-    async with serving(answer_runs) as api:
-        api.reads = [STARTED]
-        for wait_s in WAITS_S:
-            monkeypatch.setattr(replay, "ANSWER_LIMIT_S", wait_s)
             arrival = Arrival(0, model="spell", input="{}")
+            if ending == "canceled":
+                arrival = msgspec.structs.replace(arrival, cancel_after_s=wait_s)
+            else:
+                monkeypatch.setattr(replay, "ANSWER_LIMIT_S", wait_s)
             ledger, _ = await replayed(tmp_path / str(wait_s), Target(api.url), [arrival])
             (line,) = ledger.lines
-            assert (line.status, line.ending) == (0, "unanswered")
+            assert (line.status, line.ending) == (0, ending)
             if api.read_headers:
                 return
     pytest.fail("the run was never polled")
