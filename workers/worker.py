@@ -30,7 +30,7 @@ from shared.broker.transport import (
     batch_subscription_id,
     workers_subscription_id,
 )
-from shared.errors import ModelFailed, PenstockError
+from shared.errors import ModelFailed
 from shared.models.service_rate import ACK_LINGER_S, count_held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
@@ -141,9 +141,13 @@ class Worker:
                     task.result()  # these end only because of an error
                 await self._drain()
             finally:
-                await _cancel(tasks)
-                for consumer in self._consumers:
-                    await consumer.hand_back_all()
+                for task in tasks:
+                    task.cancel()
+                try:
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                finally:
+                    for consumer in self._consumers:
+                        await consumer.hand_back_all()
 
     async def _start(
         self, stack: AsyncExitStack, consumer: JobConsumer
@@ -419,11 +423,3 @@ class Worker:
             batch_run.stop_unwanted()
         for run in self._runs:
             run.drop_unwanted()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError, PenstockError):
-            await task

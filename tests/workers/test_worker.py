@@ -22,7 +22,14 @@ from shared.models.tasks import Input
 from shared.models.tasks.embedding import TextInput
 from shared.tenants.plan import Priority
 from tests.limits import WAIT_LIMIT_S
-from tests.workers.worker_harness import MODEL, HeldCache, LetterPreparer, running_worker
+from tests.workers.worker_harness import (
+    MODEL,
+    HeldCache,
+    LetterPool,
+    LetterPreparer,
+    LetterProcess,
+    running_worker,
+)
 from workers.models.base import PreparedText
 
 pytestmark = pytest.mark.anyio
@@ -318,6 +325,38 @@ async def test_stop_hands_back_what_the_limit_leaves(redis_url: str, tmp_path: P
             lambda: harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
         )
         assert harness.rows == []
+
+
+class SlowToStop(LetterProcess):
+    """Is never ready, and then takes forever to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stopping = asyncio.Event()
+
+    async def ready(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_stopping.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_worker_that_is_canceled_while_it_stops_ends_as_canceled(
+    redis_url: str, tmp_path: Path
+) -> None:
+    process = SlowToStop()
+    async with running_worker(redis_url, tmp_path, drain_s=0, pool=LetterPool(process)) as harness:
+        await harness.send("cat")
+        await harness.queued(1)
+        assert harness.running is not None
+        harness.stop.set()
+        await process.is_stopping.wait()
+        harness.running.cancel()
+        await asyncio.wait([harness.running])
+        assert harness.running.cancelled()
+        assert harness.broker.backlog(workers_subscription_id(MODEL.name)) == 1
+        harness.running = asyncio.create_task(asyncio.sleep(0))
 
 
 @pytest.mark.parametrize(

@@ -303,14 +303,19 @@ class ModelClient:
             while (message := await self._read()) is not None and not self._fault:
                 self._handle(message)
         finally:
-            await self.close()
-            fault = f": {self._fault}" if self._fault else ""
-            self._reason = f"the model process exited (status {self._process.returncode}){fault}"
-            on_end()
-            for pending in list(self._pending.values()):
-                if (done := self._end(pending)) is not None:
-                    done.set_exception(ModelProcessDied(self._reason))
+            try:
+                await self.close()
+            finally:
+                on_end()
+                self._fail_batches()
         return f"{self._reason}{self._output.tail()}"
+
+    def _fail_batches(self) -> None:
+        fault = f": {self._fault}" if self._fault else ""
+        self._reason = f"the model process exited (status {self._process.returncode}){fault}"
+        for pending in list(self._pending.values()):
+            if (done := self._end(pending)) is not None:
+                done.set_exception(ModelProcessDied(self._reason))
 
     async def _read(self) -> ServerMessage | None:
         """Returns the next message, or None at the end of the stream."""

@@ -460,10 +460,12 @@ class ClassProcess:
         """Stops the process if it is running or starting. `begin` restarts it."""
         if (starting := self._starting) is not None:
             starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await starting
-        if self._runner is not None:
-            await self._finish(self._runner, reason)
+        try:
+            if starting is not None:
+                await asyncio.wait([starting])
+        finally:
+            if self._runner is not None:
+                await self._finish(self._runner, reason)
         if self._tasks:
             await asyncio.wait(list(self._tasks))
 

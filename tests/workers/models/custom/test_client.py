@@ -12,6 +12,7 @@ import pytest
 from shared.errors import BadInput, Canceled, ModelFailed
 from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
+from tests.waiting import until
 from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from workers.models.custom.client import ClassClient
 from workers.models.reports import ItemEnded, ItemLogs, StepMessage
@@ -312,3 +313,31 @@ async def test_nobody_pays_for_a_canceled_prediction_that_goes_on(start: StartCl
     took_s = done.finished_at_s - done.started_at_s
     assert took_s > 1.4, "the first goes on for 1.5 s after it was canceled"
     assert done.inference_ms / 1000 < took_s / 2
+
+
+SET_UP_ONCE = """
+class Predictor(BasePredictor):
+    def setup(self) -> None:
+        if os.path.exists("was_set_up"):
+            time.sleep(3600)
+
+    def predict(self, how: str) -> str:
+        return how
+"""
+
+
+@pytest.mark.slow(about_s=9)
+async def test_closing_during_a_setup_can_be_canceled(start: StartClient, tmp_path: Path) -> None:
+    client = await start(SET_UP_ONCE)
+    await client.evict([0], lambda: None)
+    (tmp_path / "was_set_up").touch()
+    computing = asyncio.create_task(compute(client, how="well"))
+    await until(lambda: client.pid != 0)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0)  # it waits until the setup has been canceled
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    assert client.pid == 0
+    computing.cancel()
+    await asyncio.wait([computing])
