@@ -156,6 +156,18 @@ def test_item_of_batch_priority_that_an_interactive_job_joins_is_interactive() -
     ]
 
 
+def test_items_that_a_second_job_joins_stay_ahead_of_later_items() -> None:
+    queue = PriorityQueue(10, max_items=64)
+    items = [text(10) for _ in range(4)]
+    queue.add(*items)
+    queue.add(later := text(10))
+    for joined in (items[1], items[2]):
+        joined.waiters.append(waiter())
+        queue.update(joined)
+    order = [queue.take(1, lambda queued: True, NOW_S) for _ in range(5)]
+    assert order == [[items[1]], [items[2]], [items[0]], [items[3]], [later]]
+
+
 def test_item_whose_interactive_waiters_leave_is_of_batch_priority_again() -> None:
     priorities = Priorities()
     queued = text(500, "batch")

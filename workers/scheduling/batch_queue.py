@@ -55,6 +55,9 @@ STALE_MAX = 16
 HeapEntry: TypeAlias = "tuple[float, int, PartT, TenantQueue[PartT]]"
 """An entry: deadline, arrival number, part, and tenant. An entry is stale once its part has been
 taken or refiled.
+
+A part with n items uses n arrival numbers: the last one, and one for each item that leaves it to
+wait separately.
 """
 Filed: TypeAlias = "Mapping[PartT, HeapEntry[PartT]]"
 """Each waiting part's heap entry."""
@@ -224,7 +227,8 @@ class BatchQueue(Generic[PartT]):
         self._quantum = budget / HEAVIEST  # so a turn takes at most one batch
         self._round = 0
         self._turns = count()
-        self._arrivals = count()
+        self._arrivals = 0
+        """Number of items that have arrived."""
         self._filed: OrderedDict[PartT, HeapEntry[PartT]] = OrderedDict()
         self._tenants: dict[str, TenantQueue[PartT]] = {}
         self._idle = 0
@@ -270,7 +274,8 @@ class BatchQueue(Generic[PartT]):
         return [entry[2] for tenant in tenants if (entry := tenant.earliest()) is not None]
 
     def add(self, part: PartT) -> None:
-        self._file(part, next(self._arrivals))
+        self._arrivals += len(part)
+        self._file(part, self._arrivals)
 
     def update(self, part: PartT) -> None:
         """Refiles `part` if its tenant or deadline has changed."""
@@ -294,6 +299,12 @@ class BatchQueue(Generic[PartT]):
         self._items -= len(some)
         self._work -= some.length
         return some
+
+    def separate(self, part: PartT, at: int) -> None:
+        """Files one of a part's several items as a separate part, ahead of the others."""
+        arrival = self._filed[part][1]
+        separated = self.cut(part, at, at + 1)
+        self._file(separated, arrival - len(part))
 
     def discard_unwanted(self, is_wanted: Callable[[PartT], bool]) -> None:
         """Removes unwanted parts and refiles the others."""

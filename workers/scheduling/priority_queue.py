@@ -356,14 +356,17 @@ class PriorityQueue:
         if part is None:
             return
         queue, destination = next(q for q in self._queues if part in q), self._queue_of(queued)
-        if len(part.items) > 1:
-            at = part.items.index(queued)
-            destination.add(queue.cut(part, at, at + 1))
-        elif queue is not destination:
+        at, is_alone = part.items.index(queued), len(part.items) == 1
+        if queue is destination:
+            if is_alone:
+                queue.update(part)
+            else:
+                queue.separate(part, at)
+        elif is_alone:
             queue.remove(part)
             destination.add(part)
         else:
-            queue.update(part)
+            destination.add(queue.cut(part, at, at + 1))
 
     def take(
         self, processes: int, is_wanted: Callable[[QueuedItem], bool], now_s: float
