@@ -310,6 +310,8 @@ async def add_to(
 ) -> None:
     """Appends items and, once a prediction has finished, its output.
 
+    Does nothing if that output is already expected.
+
     `model`: the model that generated, or will generate, some of these items. Empty if there is
     none.
     """
@@ -318,6 +320,8 @@ async def add_to(
     ] * bool(prediction)
 
     def change(conversation: Conversation) -> None:
+        if prediction in conversation.pending:
+            return
         conversation.entries = [*conversation.entries, *new]
         if model and model not in conversation.models:
             conversation.models = [*conversation.models, model]

@@ -336,7 +336,7 @@ class _NewResponse:
             if body.stream:
                 held.enter_context(streams.room.reserve(call.tenant))
             async with self.recording.create(call, new, waits=False) as creation:
-                if creation.is_new and full_request.conversation:
+                if full_request.conversation:
                     await self._append_pending(creation.snapshot, streams)
             if body.stream:
                 events = _EventAnswer(call, creation.snapshot, catalog, streams)
@@ -348,12 +348,17 @@ class _NewResponse:
     async def _append_pending(
         self, snapshot: PredictionSnapshot, streams: GenerationStreams
     ) -> None:
-        """Appends a new response to its conversation, or cancels the response if that fails."""
+        """Appends a response to its conversation.
+
+        If that fails, cancels the response, unless a retry with its key may still append it.
+        """
         prediction = snapshot.prediction
         try:
             await self._append(as_stored(self.full_request.own), prediction=prediction.id)
-        except PenstockError:
-            streams.leave(prediction, 0.0)  # its caller only gets the error
+        except PenstockError as error:
+            may_be_retried = isinstance(error, NotNow | Unavailable)
+            if not (may_be_retried and self.call.options.idempotency_key):
+                streams.leave(prediction, 0.0)  # its caller only gets the error
             raise
 
     async def keep(

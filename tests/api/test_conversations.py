@@ -166,6 +166,37 @@ async def test_a_response_that_its_conversation_does_not_take_is_canceled(
     assert await texts_of(api.openai(), begun.id) == []
 
 
+@pytest.mark.parametrize("options", [{"background": True}, {"stream": True}])
+async def test_a_retry_with_its_key_adds_a_response_that_its_conversation_did_not_take(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    begun = await api.openai().conversations.create()
+    body, key = asked("say one", conversation=begun.id, **options), {"idempotency-key": "once"}
+    with monkeypatch.context() as patch:
+        patch.setattr(conversations, "_ATTEMPTS", 0)
+        for _ in range(2):
+            answer = await api.http.post("/v1/responses", json=body, headers=key)
+            assert answer.json()["error"]["code"] == "conversation_locked"
+    answer = await api.http.post("/v1/responses", json=body, headers=key)
+    assert answer.status_code == 200, answer.text
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while len(texts := await texts_of(api.openai(), begun.id)) < 2:
+            pass
+    assert texts == ["say one", "one"]
+    assert len(api.worker.jobs) == 1
+
+
+async def test_a_retry_with_its_key_is_refused_if_its_conversation_is_still_too_full(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "DOCUMENT_MAX_BYTES", 500)
+    begun = await api.openai().conversations.create()
+    body = asked(f"say {'one ' * 100}", conversation=begun.id, stream=True)
+    for _ in range(2):
+        answer = await api.http.post("/v1/responses", json=body, headers={"idempotency-key": "a"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "conversation")
+
+
 async def test_a_conversation_that_its_last_output_overfills_can_be_read(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
