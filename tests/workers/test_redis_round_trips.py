@@ -5,6 +5,7 @@ distant Redis adds to a request: at most two trips for an embedding whose job ar
 """
 
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
@@ -53,8 +54,12 @@ async def test_a_job_that_waited_in_the_topic_waits_for_redis_once(
     async with gated_redis(redis_url) as (link, far), running_worker(far, tmp_path) as harness:
         await asked(harness, "first", AGE_S)  # connects and sends the scripts
         await harness.until(lambda: len(harness.rows) == 1)
-        counted = [await link.trips(asked(harness, text, AGE_S)) for text in ("a", "b", "c", "d")]
-        assert {reply.body.outcomes[0].status for _, reply in counted} == {"succeeded"}
-        # An earlier job's late writes use the same link, so take the minimum.
-        assert min(trips for trips, _ in counted) == 1
-        await harness.until(lambda: len(harness.rows) == 5)
+        counted = list[int]()
+        for text in ascii_lowercase:
+            trips, reply = await link.trips(asked(harness, text, AGE_S))
+            assert reply.body.outcomes[0].status == "succeeded"
+            counted.append(trips)
+            await harness.until(lambda: len(harness.rows) == 1 + len(counted))
+            if trips == 1:  # more if the link is also used by an earlier job's late writes
+                break
+        assert min(counted) == 1
