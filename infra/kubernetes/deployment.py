@@ -17,25 +17,45 @@ from shared.models.entry import Gpu, GpuTypeName
 GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
 
 
-class GpuType(BaseModel):
-    """A GPU type: its node label, machine type, and zones, and the node resources per worker."""
+class Machine(BaseModel):
+    """A machine type with GPUs, and the node resources for workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    accelerator: str
     machine_type: str
     vcpus: int = Field(gt=0)
     cpu: int = Field(gt=0)
     memory_gib: int = Field(gt=0)
-    gpu_memory_gib: int = Field(gt=0)
-    disk_type: Literal["pd-balanced", "hyperdisk-balanced"]
     disk_gb: int = Field(gt=0)
     ephemeral_gib: int = Field(gt=0)
+
+
+class GpuType(Machine):
+    """A GPU type: its node label and zones, and its machine type with one GPU."""
+
+    accelerator: str
+    gpu_memory_gib: int = Field(gt=0)
+    disk_type: Literal["pd-balanced", "hyperdisk-balanced"]
     on_demand: bool = True
     """True if it is available without spot, flex-start, or a reservation."""
     quota: str
+    larger: dict[int, Machine] = {}
+    """Machines with more GPUs, keyed by their number."""
+    larger_priced_as: str | None = None
+    """The machine type with one GPU whose price, times that number, is the price of a larger one.
+
+    None means the type's own machine type.
+    """
     zones: dict[str, tuple[str, ...]]
     """Letters of the zones that have this GPU, keyed by region."""
+
+    def machine(self, gpus: int) -> Machine:
+        """Returns the machine type with this many GPUs."""
+        return self if gpus == 1 else self.larger[gpus]
+
+    def choose_price(self, gpus: int) -> str:
+        """Returns the machine type whose price, times `gpus`, is the machine's price."""
+        return self.machine_type if gpus == 1 else self.larger_priced_as or self.machine_type
 
     def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
         """Returns the zones of `region` that have this GPU, limited to `among` if set."""
@@ -197,9 +217,13 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """Returns the node class for this GPU's type, share, sharing method, and provisioning.
+    """Returns the node class for this GPU's type, share, count, sharing method, and provisioning.
 
     Terraform labels its pools with this class.
     """
-    mps = "-mps" if gpu.sharing == "mps" else ""
-    return f"{gpu.type}-x{gpu.share}{mps}" + ("-flex" if gpu.provisioning == "flex-start" else "")
+    parts = {
+        f"-{gpu.count}gpus": gpu.count > 1,
+        "-mps": gpu.sharing == "mps",
+        "-flex": gpu.provisioning == "flex-start",
+    }
+    return f"{gpu.type}-x{gpu.share}" + "".join(part for part, is_in in parts.items() if is_in)

@@ -247,14 +247,15 @@ def _balloon_patch(
 
     They run on the class's own nodes, not on overflow nodes.
     """
-    share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
+    gpus = {"nvidia.com/gpu": str(gpu.count)}
+    share = share_of(gpu, gpu_types) | gpus
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
     if deployment.compute_classes:
         pod["nodeSelector"] = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
     else:
         pod["nodeSelector"] = {"penstock.dev/gpu": gpu_class(gpu)}
         pod["affinity"] = {"nodeAffinity": node_affinity((gpu_types[gpu.type].accelerator,))}
-    limits = {"nvidia.com/gpu": "1", "memory": share["memory"]}
+    limits = gpus | {"memory": share["memory"]}
     pod["containers"] = [{"name": "balloon", "resources": {"requests": share, "limits": limits}}]
     return deployment_patch("balloon", pod, replicas=deployment.buffer)
 
@@ -488,6 +489,9 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
 
 def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
     """Yields worker volumes whose size differs from the one in infra/kubernetes/worker."""
+    if group.gpu.count > 1:
+        # NCCL and the processes of one engine, one per GPU, exchange data there.
+        yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{group.gpu.count}Gi"}}
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
     classes = [model for model in group.models if model.definition.has_interface]

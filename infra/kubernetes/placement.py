@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infra.kubernetes.deployment import Deployment, GpuType, gpu_class, zones_with
+from infra.kubernetes.deployment import Deployment, GpuType, Machine, gpu_class, zones_with
 from infra.kubernetes.kustomization import dump_yaml
 from shared.errors import ConfigurationError
 from shared.models.catalog import Model, WorkerGroup
@@ -117,7 +117,8 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
         settings["PENSTOCK_SPOT"] = "false"  # otherwise, the pod has no way to find out
-    resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])
+    node = gpu_types[gpu.type].machine(gpu.count)
+    resources = _resources(share_of(gpu, gpu_types), node=node, gpus=gpu.count)
     if deployment.is_outside:
         chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
         return Placement(("gpu-outside",), chosen, (), resources, settings, grace_s)
@@ -131,7 +132,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     if gpu.share > 1:
         chosen["cloud.google.com/gke-gpu-sharing-strategy"] = gpu.sharing
         chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(gpu.share)
-    overflow = deployment.overflow if is_standard(gpu) else None
+    overflow = deployment.overflow if can_overflow(gpu) else None
     types = dict.fromkeys(type_ for type_ in (gpu.type, overflow) if type_)
     accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
     return Placement(("gpu", *packed), chosen, accelerators, resources, settings, grace_s)
@@ -174,7 +175,7 @@ def memory_fraction(gpu: Gpu) -> float:
 def gpu_memory_bytes(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
     """Returns how much GPU memory one worker's models may use, not counting CUDA contexts."""
     part = min(SHARED_MEMORY, memory_fraction(gpu))
-    return int(gpu_types[gpu.type].gpu_memory_gib * GIB * part)
+    return int(gpu_types[gpu.type].gpu_memory_gib * GIB * gpu.count * part)
 
 
 def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
@@ -208,8 +209,8 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
-    """Returns one worker's CPU, memory, and disk on a shared node."""
-    node = gpu_types[gpu.type]
+    """Returns one worker's CPU, memory, and disk on its node, which it may share."""
+    node = gpu_types[gpu.type].machine(gpu.count)
     return {
         "cpu": f"{node.cpu * 1000 // gpu.share}m",
         "memory": f"{node.memory_gib * 1024 // gpu.share}Mi",
@@ -242,14 +243,16 @@ def _mib(memory: str) -> int:
     return int(memory[:-2]) * (1024 if memory.endswith("Gi") else 1)
 
 
-def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
+def _resources(
+    share: dict[str, str], *, node: Machine | None = None, gpus: int = 1
+) -> dict[str, dict[str, str]]:
     # CPU is not limited, and disk is limited only by the node, so workers can use resources that
     # their neighbors leave idle. On a shared node, the GPU is requested once.
-    if gpu is None:
+    if node is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}
-    one_gpu = {"nvidia.com/gpu": "1"}
-    disk = {"ephemeral-storage": f"{gpu.ephemeral_gib}Gi"}
-    return {"requests": share | one_gpu, "limits": {"memory": share["memory"]} | disk | one_gpu}
+    wanted = {"nvidia.com/gpu": str(gpus)}
+    disk = {"ephemeral-storage": f"{node.ephemeral_gib}Gi"}
+    return {"requests": share | wanted, "limits": {"memory": share["memory"]} | disk | wanted}
 
 
 def compute_class(
@@ -260,16 +263,16 @@ def compute_class(
     strategy = "MPS" if gpu.sharing == "mps" else "TIME_SHARING"
     sharing = {"gpuSharing": {"sharingStrategy": strategy, "maxSharedClientsPerGPU": gpu.share}}
     # As in infra/terraform/modules/cluster/nodes.tf: CUDA 13 needs driver R580 or later.
-    driver = {"count": 1, "driverVersion": "latest"}
+    driver = {"count": gpu.count, "driverVersion": "latest"}
 
     def rule(type_: str, **how: Any) -> dict[str, Any]:
-        node = gpu_types[type_]
+        node, machine = gpu_types[type_], gpu_types[type_].machine(gpu.count)
         zones = zones_with(type_, deployment.region, gpu_types, deployment.zones)
         return {
-            "machineType": node.machine_type,
+            "machineType": machine.machine_type,
             "gpu": {"type": node.accelerator} | driver | (sharing if gpu.share > 1 else {}),
             "location": {"zones": list(zones)},
-            "storage": {"bootDiskSize": node.disk_gb, "bootDiskType": node.disk_type},
+            "storage": {"bootDiskSize": machine.disk_gb, "bootDiskType": node.disk_type},
         } | how
 
     on_demand = {"spot": False}
@@ -282,7 +285,7 @@ def compute_class(
             rules.append(rule(gpu.type, spot=True, **kubelet))
         if gpu_types[gpu.type].on_demand:
             rules.append(rule(gpu.type, **on_demand))
-        if deployment.overflow not in (None, gpu.type):
+        if can_overflow(gpu) and deployment.overflow not in (None, gpu.type):
             rules.append(rule(str(deployment.overflow), **on_demand))
     return {
         "apiVersion": "cloud.google.com/v1",
@@ -294,6 +297,14 @@ def compute_class(
 
 def is_standard(gpu: Gpu) -> bool:
     return gpu.provisioning == "standard"
+
+
+def can_overflow(gpu: Gpu) -> bool:
+    """Returns whether workers may run on a larger GPU while their type is out of stock.
+
+    Workers with several GPUs can't, because the larger type may not have a machine with as many.
+    """
+    return is_standard(gpu) and gpu.count == 1
 
 
 def _reservation_fields(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:

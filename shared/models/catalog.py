@@ -109,6 +109,7 @@ class Model(CatalogEntry):
                 f"one of {known}"
             )
         self._check_by_task()
+        self._check_gpu_count()
         self._check_rerank()
         if not self.definition.has_interface:
             self._refuse_custom_fields()
@@ -139,6 +140,13 @@ class Model(CatalogEntry):
 
     def _check_by_task(self) -> None:
         self.definition.check_entry(self)
+
+    def _check_gpu_count(self) -> None:
+        if self.gpu.count > 1 and self.engine != "vllm":
+            raise ValueError(
+                f"gpu.count: must be 1, got {self.gpu.count}; only engine vllm uses several GPUs "
+                "per worker"
+            )
 
     def _check_rerank(self) -> None:
         if self.rerank != "cosine" and not self.definition.compares_texts:

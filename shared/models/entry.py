@@ -62,6 +62,11 @@ counting what CUDA contexts need. GKE allows 48, and larger GPUs hit that limit 
 compares these numbers with the memory in infra/kubernetes/gpus.yaml.
 """
 
+GPU_COUNTS: dict[str, tuple[int, ...]] = {"t4": (1, 2, 4)}
+"""GPUs per machine. Other types have machines with 1, 2, 4, and 8. A test compares these numbers
+with the machines in infra/kubernetes/gpus.yaml.
+"""
+
 DEFAULT_DISK_BYTES = 4 * 1024**3
 
 NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
@@ -126,7 +131,7 @@ class Cache(EntryPart):
 
 
 class Gpu(EntryPart):
-    """The GPU type requested by a worker, and how many workers share one GPU."""
+    """The GPUs requested by a worker, or how many workers share one GPU."""
 
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
@@ -136,12 +141,30 @@ class Gpu(EntryPart):
     `time-sharing`: in turns. `mps`: at the same time, through NVIDIA's Multi-Process Service, which
     limits each worker to its share of the memory and compute units.
     """
+    count: Positive = 1
+    """GPUs per worker. Engine `vllm` splits a model between them (tensor parallelism)."""
     provisioning: Literal["standard", "flex-start"] = "standard"
     """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
     They cost less, but may wait indefinitely for capacity and are shut down after seven days.
     `standard`: a reservation named in the deployment, then spot capacity, then on-demand capacity.
     """
+
+    @model_validator(mode="after")
+    def _has_machine(self) -> Self:
+        if self.count == 1:
+            return self
+        if self.type == "none":
+            raise ValueError("count: requires a GPU type; omit it or set type")
+        counts = GPU_COUNTS.get(self.type, (1, 2, 4, 8))
+        if self.count not in counts:
+            known = ", ".join(map(str, counts))
+            raise ValueError(
+                f"count: no machine has {self.count} GPUs of type {self.type}; use one of {known}"
+            )
+        if self.share > 1:
+            raise ValueError("share: a worker with several GPUs can't share them; omit it or count")
+        return self
 
     @model_validator(mode="after")
     def _memory_is_enough_to_share(self) -> Self:

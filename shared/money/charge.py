@@ -49,7 +49,7 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     price_share: float = 1.0
     """The fraction of the list price charged for this request, for example in a batch."""
     device_share: float = 1.0
-    """The fraction of a device allotted to each of the model's workers."""
+    """The number of devices allotted to each of the model's workers. Below 1 if they share one."""
     version: str = ""
     """Version of the terms in the catalog. Empty if stored by a release that had no versions."""
 
@@ -99,8 +99,8 @@ def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple
 
 
 def device_share_of(model: Model) -> float:
-    """Returns the fraction of a device allotted to each of the model's workers."""
-    return 1 / model.gpu.share
+    """Returns the number of devices allotted to each of the model's workers."""
+    return model.gpu.count / model.gpu.share
 
 
 def work_unit_of(model: Model, price: ItemPrice) -> str | None:

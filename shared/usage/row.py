@@ -84,7 +84,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     device: str | None = None
     """The device that the batch ran on."""
     device_share: float | None = None
-    """The worker's share of the device, from 0 to 1."""
+    """The worker's share of the device, or its number of devices if it has several."""
     status: Shown[str]
     """succeeded, failed, expired, or canceled; refused: the only row of a request that was rejected
     as a whole.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import textwrap
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tests.workers.models.custom.classes import entry_of, prepared, write_class
 from workers.models.base import Prepared
 from workers.models.client import MakeRoom, ModelProcessDied
 from workers.models.custom.client import ClassClient
-from workers.models.custom.gpus import gpu_name, gpu_variables
 from workers.models.reports import ItemEnded, StepMessage
 from workers.models.source import resolve
 from workers.runtime.pool import HostedModel, ModelPool
@@ -178,26 +176,3 @@ async def test_a_lost_gpu_ends_the_process_and_its_items_are_tried_again(tmp_pat
         assert await say(client, "hello") != before
     finally:
         await client.close()
-
-
-INFORMATION = """\
-    Model: \t\t NVIDIA L4
-    IRQ:   \t\t 42
-"""
-
-
-def test_a_process_sees_one_gpu_and_knows_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number, name in enumerate(("0000:00:04.0", "0000:00:05.0")):
-        (tmp_path / name).mkdir()
-        text = textwrap.dedent(INFORMATION).replace("L4", f"L{4 + number}")
-        (tmp_path / name / "information").write_text(text)
-    assert [gpu_name(one, tmp_path) for one in ("cpu", "auto", "cuda", "cuda:1", "cuda:2")] == [
-        *("cpu", "cpu", "NVIDIA L4", "NVIDIA L5", "cuda:2")
-    ]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_variables("cpu") == gpu_variables("cuda") == {}
-    assert gpu_variables("cuda:1") == {"CUDA_VISIBLE_DEVICES": "1"}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-7")
-    assert gpu_variables("cuda:1") == {"CUDA_VISIBLE_DEVICES": "GPU-7"}

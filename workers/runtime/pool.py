@@ -11,11 +11,13 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from shared.errors import ConfigurationError
 from shared.models.catalog import Model
 from shared.models.entry import DEFAULT_STARTUP_S
 from shared.process.cores import usable_cores
 from workers.models.backend import Backend
 from workers.models.client import Launch, MakeRoom, StartClient
+from workers.models.gpus import count_gpus
 from workers.runtime.child_process import child_environment, spawn
 from workers.runtime.client import ModelClient, Start
 from workers.runtime.pooled_process import PooledProcess
@@ -106,8 +108,10 @@ class ModelPool(ProcessPool):
 
     Args:
         models: at least one. A model's index here is the number that is passed to `run`.
-        device: as in WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
-        processes: number of places. 0 means one per GPU or, on a CPU, one per core (at most 4).
+        device: as in WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs that
+            CUDA shows to this process.
+        processes: number of places. 0 means one per GPU (or per `gpu.count` GPUs) or, on a CPU, one
+            per core (at most 4).
         threads: threads per process on a CPU.
         memory_fraction: the fraction of a GPU's memory that each process may use.
         memory_budget_bytes: total limit for all models in a place. 0 means no limit.
@@ -129,7 +133,8 @@ class ModelPool(ProcessPool):
         command: Sequence[str] = COMMAND,
         early: EarlyTemplate | None = None,
     ) -> None:
-        targets = _devices(device, processes, threads)
+        gpus_each = models[0].entry.gpu.count
+        targets = assign_devices(device, processes, threads, count_gpus(), gpus_each)
         numbers = range(len(models))
         foreign = [number for number in numbers if _has_own_process(models[number])]
         own = [number for number in numbers if number not in foreign]
@@ -230,10 +235,27 @@ class _ModelProcesses:
         return start_client
 
 
-def _devices(device: str, processes: int, threads: int) -> list[str]:
-    """Returns each process's device. Doesn't use torch, because this process must not import it."""
-    gpus = [f"cuda:{number}" for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-    if device in ("auto", "cuda") and gpus:
+def assign_devices(
+    device: str, processes: int, threads: int, gpu_count: int, gpus_each: int = 1
+) -> list[str]:
+    """Returns each place's device, which is the first one if a place uses several GPUs.
+
+    Args:
+        processes: number of places; 0 means as many as fit.
+        gpu_count: number of GPUs that this process can see.
+        gpus_each: number of GPUs that each place uses.
+
+    Raises:
+        ConfigurationError: there are some GPUs, but not enough for one place.
+    """
+    gpus = [f"cuda:{first}" for first in range(0, gpu_count - gpus_each + 1, gpus_each)]
+    if device in ("auto", "cuda") and gpu_count:
+        if not gpus:
+            raise ConfigurationError(
+                f"gpu.count: {gpus_each} exceeds the number of GPUs that the worker can see "
+                f"({gpu_count})",
+                field="gpu.count",
+            )
         count = processes or len(gpus)
         return [gpus[number % len(gpus)] for number in range(count)]
     if device in ("auto", "cpu"):

@@ -7,6 +7,7 @@ locals {
       # As infra/kubernetes/overlay.py says it.
       compiles = try(entry.task, "") == "image" && try(entry.gpu.type, "none") != "none" && try(entry.image.compile, "auto") != "never"
       gpu = {
+        count        = try(entry.gpu.count, 1)
         provisioning = try(entry.gpu.provisioning, "standard")
         share        = try(entry.gpu.share, 1)
         sharing      = try(entry.gpu.sharing, "time-sharing")

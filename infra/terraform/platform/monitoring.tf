@@ -27,7 +27,7 @@ locals {
   # What a worker costs in an hour, as PromQL: a vector with the label worker.
   _worker_hour_usd = join(" or ", [
     for one in distinct([for model in values(local.models) : { gpu = model.gpu, worker = model.worker }]) :
-    "label_replace(vector(${format("%.6f", lookup(local._gpu_hour_usd, one.gpu.type, 0) / one.gpu.share)}), 'worker', '${one.worker}', '', '')"
+    "label_replace(vector(${format("%.6f", lookup(local._gpu_hour_usd, one.gpu.type, 0) * one.gpu.count / one.gpu.share)}), 'worker', '${one.worker}', '', '')"
   ])
   alerts = merge(
     local._alerts,

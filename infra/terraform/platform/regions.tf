@@ -4,7 +4,7 @@ locals {
   gpu_types = yamldecode(file("${path.module}/../../kubernetes/gpus.yaml"))
   gpus = {
     for gpu in distinct([for model in local.models : model.gpu if model.gpu.type != "none"]) :
-    "${gpu.type}-x${gpu.share}${gpu.sharing == "mps" ? "-mps" : ""}${gpu.provisioning == "flex-start" ? "-flex" : ""}" => gpu
+    "${gpu.type}-x${gpu.share}${gpu.count > 1 ? "-${gpu.count}gpus" : ""}${gpu.sharing == "mps" ? "-mps" : ""}${gpu.provisioning == "flex-start" ? "-flex" : ""}" => gpu
   }
   # The GPU type that takes over in each region; null: none.
   overflow = {

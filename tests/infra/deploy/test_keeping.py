@@ -90,6 +90,7 @@ def test_terraform_knows_the_defaults_of_the_catalog(tmp_path: Path) -> None:
     terraform = Path("infra/terraform/platform/models.tf").read_text("utf-8")
     assert f"try(entry.cache.ttl_s, {model.cache.ttl_s})" in terraform
     assert f"try(entry.deadline.longest_s, {model.deadline.longest_s:g})" in terraform
+    assert f"try(entry.gpu.count, {model.gpu.count})" in terraform
     assert f"try(entry.gpu.share, {model.gpu.share})" in terraform
     assert f'try(entry.gpu.sharing, "{model.gpu.sharing}")' in terraform
     assert f'try(entry.gpu.type, "{model.gpu.type}")' in terraform

@@ -11,13 +11,13 @@ import yaml
 from pydantic import ValidationError
 
 from infra.kubernetes.__main__ import main
-from infra.kubernetes.deployment import Deployment, GpuType, read_gpu_types
+from infra.kubernetes.deployment import Deployment, Machine, read_gpu_types
 from infra.kubernetes.overlay import write_overlay
 from infra.kubernetes.placement import SHARED_MEMORY
 from shared.errors import ConfigurationError
 from shared.models.catalog import Revision
 from shared.models.catalog_file import read_catalog
-from shared.models.entry import MAX_SHARES, GpuTypeName
+from shared.models.entry import GPU_COUNTS, MAX_SHARES, GpuTypeName
 from shared.models.kubernetes_names import slug
 from tests.infra.deploy.manifests import (
     DEPLOYMENT,
@@ -42,6 +42,14 @@ TEXT: dict[str, Any] = {
     "batch": {"max_tokens": 4096},
     "gpu": {"type": "none"},
 }
+SPLIT_MODEL = json.dumps(
+    {
+        "models": [
+            TEXT | {"name": "tiny", "engine": "vllm", "gpu": {"type": "l4", "count": 4}},
+        ]
+    }
+)
+"""A catalog whose model is split between four GPUs."""
 COMPLETE = json.dumps({"europe-west4": DEPLOYMENT.model_dump(exclude={"image"})})
 
 
@@ -151,6 +159,33 @@ def test_worker_that_shares_by_mps_gets_such_nodes_and_the_memory_of_their_serve
         }
 
 
+@pytest.mark.parametrize("compute_classes", [False, True])
+def test_worker_with_several_gpus_gets_a_machine_that_has_them(
+    tmp_path: Path, compute_classes: bool
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(SPLIT_MODEL)
+    objects = render(tmp_path / "out", file, overflow="a100", compute_classes=compute_classes)
+    worker, machine = pod(workers(objects)["worker-tiny"]), read_gpu_types()["l4"].machine(4)
+    (container,) = worker["containers"]
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == "4"
+    assert resources["requests"]["nvidia.com/gpu"] == "4"
+    assert resources["requests"]["memory"] == f"{machine.memory_gib * 1024}Mi"
+    (shm,) = [volume for volume in worker["volumes"] if volume["name"] == "shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
+    balloon = pod(of_kind(objects, "Deployment")["balloon-l4-x1-4gpus"])
+    assert balloon["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "4"
+    if compute_classes:
+        (found,) = of_kind(objects, "ComputeClass").values()
+        rules = found["spec"]["priorities"]
+        assert {rule["machineType"] for rule in rules} == {"g2-standard-48"}
+        assert {rule["gpu"]["count"] for rule in rules} == {4}
+    else:
+        assert worker["nodeSelector"] == {"penstock.dev/gpu": "l4-x1-4gpus"}
+        assert "a100" not in json.dumps(worker["affinity"])
+
+
 def test_kill_comes_after_the_drain(objects: Objects) -> None:
     for deployment in workers(objects).values():
         pause_s = pod(deployment)["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -193,10 +228,11 @@ def test_as_many_workers_fit_on_a_node_as_share_its_gpu(tmp_path: Path, share: i
 @pytest.mark.parametrize("type_", read_gpu_types())
 def test_disk_is_no_larger_than_what_a_node_leaves(type_: str) -> None:
     node = read_gpu_types()[type_]
-    assert node.ephemeral_gib * 1024 <= allocatable_mib(node)
+    for machine in (node, *node.larger.values()):
+        assert machine.ephemeral_gib * 1024 <= allocatable_mib(machine)
 
 
-def allocatable_mib(node: GpuType) -> float:
+def allocatable_mib(node: Machine) -> float:
     """Disk space that GKE leaves on a boot disk:
     docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes.
 
@@ -220,6 +256,7 @@ def test_catalog_and_nodes_know_the_same_gpus() -> None:
     for name, node in types.items():
         most = MAX_SHARES.get(name, 48)
         assert most == min(48, int(SHARED_MEMORY * node.gpu_memory_gib)), name
+        assert (1, *node.larger) == GPU_COUNTS.get(name, (1, 2, 4, 8)), name
 
 
 @pytest.mark.parametrize("type_", read_gpu_types())

@@ -93,6 +93,21 @@ def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> No
     assert limits[1]["memory"] == f"{costs.SIDECAR_GIB * 1024:g}Mi"
 
 
+def test_model_split_between_gpus_gets_machines_that_have_them(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        "models: [{name: tiny, task: text, engine: vllm, source: 'hf:a/b',"
+        " batch: {max_tokens: 4096}, gpu: {type: l4, count: 4}}]"
+    )
+    catalog = read_catalog(models)
+    given = {"nodes": {"overflow": "a100"}, "api": {"image": IMAGE}}
+    rates = {"tiny": rate(1, seconds_per_item=0.5, tokens_per_item=512)}
+    ours = plan_of(*catalog.models, rates=rates, platform=Platform.model_validate(given))
+    assert ours.pools == {"europe-west4": ("l4-x1-4gpus", "l4-x1-4gpus-spot")}
+    variables = json.loads(show.plan_as_json(ours))["tfvars"]
+    agree(ours, plan_platform(tmp_path, **variables | {"models_file": str(models)}))
+
+
 def agree(ours: DeployPlan, made: Plan) -> None:
     assert sorted(ours.topics) == sorted(topic["name"] for topic in made.of("google_pubsub_topic"))
     assert sorted(ours.subscriptions) == sorted(
@@ -109,10 +124,11 @@ def agree(ours: DeployPlan, made: Plan) -> None:
         own = pools[pool.region, pool.name]
         config = own["node_config"][0]
         assert (config["machine_type"], config["disk_size_gb"], config["disk_type"]) == (
-            pool.machine_type,
-            pool.node.disk_gb,
+            pool.machine.machine_type,
+            pool.machine.disk_gb,
             pool.node.disk_type,
         )
+        assert config["guest_accelerator"][0]["count"] == pool.gpu.count
         assert set(own["node_locations"]) == set(pool.node.zones_in(pool.region))
         assert own["autoscaling"][0]["total_max_node_count"] >= pool.nodes_peak
     stores = made.of("google_memorystore_instance")

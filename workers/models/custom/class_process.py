@@ -22,7 +22,6 @@ from shared.settings import ClassSettings, Settings, read_settings
 from workers.models.base import GPU_LOST_STATUS
 from workers.models.client import MakeRoom, ModelProcessDied
 from workers.models.custom.environments import python_for
-from workers.models.custom.gpus import gpu_variables
 from workers.models.custom.predictions import MALFORMED, NO_ANSWER, WrongAnswer
 from workers.models.custom.printed import BoundedShow, PrintedOutput, pass_on
 from workers.models.custom.process import KILL_AFTER_S, RunnerProcess, end_of
@@ -32,6 +31,7 @@ from workers.models.custom.runner.frames import Frame
 from workers.models.custom.services import service_ports
 from workers.models.custom.sources import Sources, read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
+from workers.models.gpus import gpu_variables
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 """Pause before restarting a class whose `setup` fails after having succeeded once. The pause

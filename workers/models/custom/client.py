@@ -22,9 +22,9 @@ from workers.models.client import (
 )
 from workers.models.custom.batches import ClassBatch
 from workers.models.custom.class_process import ClassProcess
-from workers.models.custom.gpus import gpu_name
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.steps import ClassSteps
+from workers.models.gpus import gpu_name
 from workers.models.reports import BatchResult, Ready, ResidencyReport, StepsEnded
 from workers.models.step_shares import StepRoom
 

@@ -19,7 +19,6 @@ from workers.models.client import (
     OnStepMessage,
     RunningBatch,
 )
-from workers.models.custom.gpus import gpu_name
 from workers.models.engines.dialect import EngineDialect, Hardware
 from workers.models.engines.engine_metrics import ENGINES
 from workers.models.engines.llama_cpp import LlamaCpp
@@ -27,6 +26,7 @@ from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
 from workers.models.engines.vllm import Vllm
 from workers.models.generation.vocabulary import Vocabulary
+from workers.models.gpus import gpu_name
 from workers.models.reports import (
     Failure,
     ItemEnded,

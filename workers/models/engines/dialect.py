@@ -31,7 +31,7 @@ Chances = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Hardware:
-    """An engine's hardware. `device`: `cpu`, `cuda`, or `cuda:N`.
+    """An engine's hardware. `device`: `cpu`, `cuda`, or `cuda:N`, the first of the entry's GPUs.
 
     `threads`: number of threads on a CPU. `memory_fraction`: the fraction of a GPU's memory that
     the engine may use.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -38,6 +37,7 @@ from workers.models.engines.dialect import (
 from workers.models.engines.engine_http import EngineResponse
 from workers.models.engines.llama_cpp import grammar_of
 from workers.models.generation.writing import NO_NUMBERS
+from workers.models.gpus import gpu_variables
 
 COMMAND = "vllm"
 PATH = "/v1/completions"
@@ -95,7 +95,9 @@ class Vllm(EngineDialect):
                 options["enforce-eager"] = True
                 environment = environment | _WITHOUT_COMPILER
         else:
-            environment = environment | _visible_gpu(hardware.device)
+            gpus = self.entry.gpu.count
+            options["tensor-parallel-size"] = gpus
+            environment = environment | gpu_variables(hardware.device, gpus)
         arguments = [part for name, value in options.items() for part in _argument(name, value)]
         return Launch(
             {
@@ -234,17 +236,6 @@ def _argument(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
     return [f"--{name}", str(value)]
-
-
-def _visible_gpu(device: str) -> dict[str, str]:
-    """Returns the environment variable that makes a server see only its own GPU.
-
-    Args:
-        device: `cuda`, or `cuda:N`. N refers only to GPUs that the worker can see.
-    """
-    number = int(device.partition(":")[2] or 0)
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return {"CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) else str(number)}
 
 
 def count_blocks(entry: Model) -> int:

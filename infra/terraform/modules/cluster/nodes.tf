@@ -1,4 +1,4 @@
-# One pool per GPU type, share, sharing and capacity. With a share above one, GKE
+# One pool per GPU type, share, count, sharing and capacity. With a share above one, GKE
 # offers the GPU that many times, and each worker keeps to its part of the memory
 # (PENSTOCK_MEMORY_FRACTION).
 
@@ -22,9 +22,14 @@ locals {
   # share of a larger GPU.
   _overflow = {
     for key, gpu in var.gpus : "${key}-on-${var.overflow}" => merge(gpu, { class = key, how = "on-demand", type = var.overflow })
-    if var.overflow != null && gpu.type != var.overflow && gpu.provisioning == "standard"
+    if var.overflow != null && gpu.type != var.overflow && gpu.provisioning == "standard" && gpu.count == 1
   }
   pools = var.compute_classes ? {} : merge(local._own, local._overflow)
+  machines = {
+    for key, pool in local.pools : key => pool.count == 1 ? {
+      disk_gb = var.gpu_types[pool.type].disk_gb, machine_type = var.gpu_types[pool.type].machine_type
+    } : var.gpu_types[pool.type].larger[pool.count]
+  }
   reservation_names = {
     for type, reservation in var.reservations : type =>
     reservation.project == null ? reservation.name : "projects/${reservation.project}/reservations/${reservation.name}"
@@ -73,12 +78,12 @@ resource "google_container_node_pool" "gpu" {
   }
 
   node_config {
-    disk_size_gb    = var.gpu_types[each.value.type].disk_gb
+    disk_size_gb    = local.machines[each.key].disk_gb
     disk_type       = var.gpu_types[each.value.type].disk_type
     image_type      = "COS_CONTAINERD"
     flex_start      = each.value.how == "flex-start"
     labels          = merge({ "penstock.dev/gpu" = each.value.class }, each.value.how == "reserved" ? { "penstock.dev/reserved" = "true" } : {})
-    machine_type    = var.gpu_types[each.value.type].machine_type
+    machine_type    = local.machines[each.key].machine_type
     oauth_scopes    = ["https://www.googleapis.com/auth/cloud-platform"]
     resource_labels = var.labels
     service_account = google_service_account.nodes.email
@@ -90,7 +95,7 @@ resource "google_container_node_pool" "gpu" {
 
     guest_accelerator {
       type  = var.gpu_types[each.value.type].accelerator
-      count = 1
+      count = each.value.count
 
       gpu_driver_installation_config {
         # PyTorch's wheels are built for CUDA 13, which needs driver R580 or

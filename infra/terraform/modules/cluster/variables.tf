@@ -36,11 +36,12 @@ variable "general_nodes" {
 }
 
 variable "gpu_types" {
-  description = "The catalog's GPU types (infra/kubernetes/gpus.yaml): accelerator, machine, boot disk, on-demand availability, and the letters of the zones that have it, by region."
+  description = "The catalog's GPU types (infra/kubernetes/gpus.yaml): accelerator, machine, boot disk, machines with more GPUs by number, on-demand availability, and the letters of the zones that have it, by region."
   type = map(object({
     accelerator  = string
     disk_gb      = number
     disk_type    = string
+    larger       = optional(map(object({ disk_gb = number, machine_type = string })), {})
     machine_type = string
     on_demand    = optional(bool, true)
     zones        = map(list(string))
@@ -49,8 +50,8 @@ variable "gpu_types" {
 }
 
 variable "gpus" {
-  description = "GPU type, share, sharing (time-sharing or mps), and provisioning (standard or flex-start) of each node class, by name."
-  type        = map(object({ type = string, share = number, sharing = optional(string, "time-sharing"), provisioning = optional(string, "standard") }))
+  description = "GPU type, share, count per worker, sharing (time-sharing or mps), and provisioning (standard or flex-start) of each node class, by name."
+  type        = map(object({ type = string, share = number, count = optional(number, 1), sharing = optional(string, "time-sharing"), provisioning = optional(string, "standard") }))
   nullable    = false
 
   validation {

@@ -40,7 +40,7 @@ from tests.workers.models.generation.test_llama_cpp import (
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process, program
-from workers.models.engines.dialect import EngineRequest, Hardware
+from workers.models.engines.dialect import EngineRequest, Hardware, Launch
 from workers.models.engines.engine_http import TakePart
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.slots import EngineSlots, ReadingPermits
@@ -325,21 +325,41 @@ def test_a_missing_command_is_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         Vllm(entry(), Vocabulary(folder)).launch(Hardware("cpu", 1))
 
 
-def test_each_place_sees_its_own_gpu(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `vllm` on the PATH that does nothing, on a machine that shows all its GPUs."""
     command = tmp_path / COMMAND
     command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def option(launch: Launch, name: str) -> str:
+    """The value of an option on vLLM's command line."""
+    command_line: list[str] = launch.settings["command"]
+    return command_line[command_line.index(f"--{name}") + 1]
+
+
+def test_each_place_sees_its_own_gpu(
+    folder: Path, command: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dialect = Vllm(entry(), Vocabulary(folder))
     launch = dialect.launch(Hardware("cuda:1", 1, 0.5))
     assert launch.environment["CUDA_VISIBLE_DEVICES"] == "1"
-    command_line = launch.settings["command"]
-    assert command_line[command_line.index("--gpu-memory-utilization") + 1] == "0.5"
+    assert option(launch, "gpu-memory-utilization") == "0.5"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     launch = dialect.launch(Hardware("cuda:1", 1))
     assert launch.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
+def test_a_model_is_split_between_its_gpus(folder: Path, command: None) -> None:
+    dialect = Vllm(entry(gpu={"type": "l4", "count": 2}), Vocabulary(folder))
+    launch = dialect.launch(Hardware("cuda:2", 1))
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert option(launch, "tensor-parallel-size") == "2"
+    on_cpu = dialect.launch(Hardware("cpu", 1))
+    assert "--tensor-parallel-size" not in on_cpu.settings["command"]
 
 
 @pytest.mark.parametrize("more", [{}, {"engine": "auto"}, {"engine": "vllm"}])

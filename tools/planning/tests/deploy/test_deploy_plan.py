@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.prices import read_prices
 from penstock_planning.deploy.show import text
 from shared.errors import ConfigurationError
 from tests.infra.test_cli import penstock
@@ -361,3 +363,36 @@ def test_canary_is_planned_beside_a_model_that_may_get_everything_back() -> None
     assert sizes["texts"] == alone.sites[0].workers[0].pods_peak
     assert 1 <= sizes["texts.canary"] < sizes["texts"]
     assert {"jobs.texts.canary", "jobs.texts.canary.dead"} == set(both.topics) - set(alone.topics)
+
+
+def test_gpus_of_a_worker_multiply_quotas_and_prices() -> None:
+    def plan(count: int) -> DeployPlan:
+        model = entry(
+            task="text",
+            dimensions=None,
+            engine="vllm",
+            batch={"max_tokens": 4096, "max_items": 4},
+            gpu={"type": "a100", "count": count},
+        )
+        rates = {"texts": rate(10, seconds_per_item=0.5)}
+        return plan_of(model, rates=rates, prices=read_prices())
+
+    def quota(plan: DeployPlan, name: str) -> float:
+        return next(quota.needed for quota in plan.quotas if quota.name == name)
+
+    alone, four = plan(1), plan(4)
+    (pool,), (single,) = four.sites[0].pools, alone.sites[0].pools
+    assert pool.machine.machine_type == "a2-highgpu-4g"
+    assert pool.nodes_most == single.nodes_most
+    for name in ("GPUS_ALL_REGIONS", "NVIDIA_A100_GPUS", "PREEMPTIBLE_NVIDIA_A100_GPUS"):
+        assert quota(four, name) == 4 * quota(alone, name) == 4 * single.nodes_most
+    assert quota(four, "instances") == quota(alone, "instances")
+    usd = [
+        next(cost.mean_usd for cost in plan.costs if cost.item.startswith("GPU nodes"))
+        for plan in (alone, four)
+    ]
+    assert usd[0] is not None
+    assert usd[1] == pytest.approx(4 * usd[0])
+    assert alone.on_demand_usd is not None
+    assert four.on_demand_usd is not None
+    assert four.on_demand_usd[0] == pytest.approx(4 * alone.on_demand_usd[0])

@@ -140,8 +140,8 @@ def _region(bill: _Bill, site: Site, platform: Platform) -> None:
             place,
             "hour",
             _machine(pool, kind),
-            pool.nodes_mean * HOURS,
-            pool.nodes_peak * HOURS,
+            pool.nodes_mean * pool.gpu.count * HOURS,
+            pool.nodes_peak * pool.gpu.count * HOURS,
         )
     bill.add(
         "general nodes",
@@ -203,7 +203,7 @@ def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
     disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
         nodes = (pool.nodes_mean, pool.nodes_peak, pool.nodes_most)
-        disks.append((pool.node.disk_type, pool.node.disk_gb, nodes))
+        disks.append((pool.node.disk_type, pool.machine.disk_gb, nodes))
     totals: dict[str, tuple[float, float, float]] = {}
     for type_, size_gib, (mean, peak, maximum) in disks:
         before = totals.get(type_, (0, 0, 0))
@@ -222,7 +222,7 @@ def _kind(pool: Pool, platform: Platform) -> str:
 
 
 def _machine(pool: Pool, kind: str) -> str:
-    return f"machine/{pool.machine_type}/{kind}"
+    return f"machine/{pool.node.choose_price(pool.gpu.count)}/{kind}"
 
 
 def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
@@ -231,7 +231,8 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
     for pool in (pool for site in sites for pool in site.pools):
         price = prices.prices.get(_machine(pool, "on-demand"))
         for place, nodes in enumerate((pool.nodes_mean, pool.nodes_peak)):
-            cost = None if price is None else price.cost_usd(pool.region, nodes * HOURS)
+            hours = nodes * pool.gpu.count * HOURS
+            cost = None if price is None else price.cost_usd(pool.region, hours)
             if cost is None:
                 return None
             total[place] += cost

@@ -81,7 +81,7 @@ def quotas(
     They cover the maximum that the autoscaler requests, not just the average demand at the peak.
     """
     quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
-    total = sum(pool.nodes_most for site in sites for pool in site.pools)
+    total = sum(pool.gpus_most for site in sites for pool in site.pools)
     if total:
         quotas.append(CloudQuota("GPUS_ALL_REGIONS", "project", total, UNKNOWN, "spot or not"))
     limit = str(SUBSCRIPTIONS_OF_A_PROJECT)
@@ -116,18 +116,22 @@ def quotas(
 def _gpu_quotas(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterator[CloudQuota]:
     for type_ in dict.fromkeys(pool.gpu.type for pool in site.pools):
         pools = [pool for pool in site.pools if pool.gpu.type == type_]
-        flex = sum(pool.nodes_most for pool in pools if pool.gpu.provisioning == "flex-start")
-        nodes = sum(pool.nodes_most for pool in pools) - flex
+        flex = sum(pool.gpus_most for pool in pools if pool.gpu.provisioning == "flex-start")
+        others = sum(pool.gpus_most for pool in pools) - flex
         metric = gpus[type_].quota
-        if gpus[type_].on_demand and nodes:
+        if gpus[type_].on_demand and others:
             note = "used when spot is out of stock" if platform.nodes.spot else ""
-            yield CloudQuota(metric, site.region, nodes, UNKNOWN, note)
+            yield CloudQuota(metric, site.region, others, UNKNOWN, note)
         # Flex-start nodes count as preemptible nodes.
-        if preemptible := flex + (nodes if platform.nodes.spot else 0):
+        if preemptible := flex + (others if platform.nodes.spot else 0):
             yield CloudQuota(f"PREEMPTIBLE_{metric}", site.region, preemptible, UNKNOWN)
     overflow = platform.overflow_in(site.region)
     if overflow is not None:
-        nodes = sum(pool.nodes_most for pool in site.pools if pool.gpu.type != overflow)
+        nodes = sum(
+            pool.nodes_most
+            for pool in site.pools
+            if pool.gpu.type != overflow and pool.gpu.count == 1
+        )
         yield CloudQuota(
             gpus[overflow].quota,
             site.region,
@@ -143,7 +147,7 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     yield CloudQuota(
         "vCPUs of Compute Engine",
         site.region,
-        _vcpus(site, platform, gpus),
+        _vcpus(site, platform),
         UNKNOWN,
         "CPUS; A2_CPUS for A100 and A3_CPUS for H100",
     )
@@ -169,9 +173,9 @@ def _region(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> Iterato
     yield CloudQuota("Memorystore nodes", site.region, nodes, UNKNOWN)
 
 
-def _vcpus(site: Site, platform: Platform, gpus: dict[str, GpuType]) -> int:
+def _vcpus(site: Site, platform: Platform) -> int:
     general = _read_vcpus(platform.nodes.general.machine_type) * site.general_most
-    return general + sum(gpus[pool.gpu.type].vcpus * pool.nodes_most for pool in site.pools)
+    return general + sum(pool.machine.vcpus * pool.nodes_most for pool in site.pools)
 
 
 def _read_vcpus(machine: str) -> int:
@@ -447,7 +451,7 @@ def _notes(
     gpus: dict[str, int] = {}
     for pool in (pool for site in sites for pool in site.pools):
         key = f"{pool.gpu.type} in {pool.region}"
-        gpus[key] = gpus.get(key, 0) + pool.nodes_most
+        gpus[key] = gpus.get(key, 0) + pool.gpus_most
     for place, count in gpus.items():
         if platform.nodes.compute_classes and count > AUTO_PROVISIONED_GPUS:
             notes.append(

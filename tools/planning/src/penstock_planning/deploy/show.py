@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from infra.kubernetes.placement import can_overflow
 from infra.text_table import table
 from penstock_planning.deploy.costs import Cost, totals, without_price
 from penstock_planning.deploy.plan import DeployPlan
@@ -92,7 +93,7 @@ def _models(plan: DeployPlan) -> str:
             workers.pods_most,
             "none"
             if workers.model.gpu.type == "none"
-            else f"{workers.model.gpu.type}, 1/{workers.model.gpu.share}",
+            else f"{workers.model.gpu.type}, {workers.model.gpu.count}/{workers.model.gpu.share}",
         )
         for workers in _workers(plan)
     ]
@@ -151,27 +152,34 @@ def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, 
         yield (
             site.region,
             pool.name,
-            pool.machine_type,
+            pool.machine.machine_type,
             f"{counts}, once there is capacity",
             highest,
             bound,
         )
         return
     if pool.gpu.type in variables.reservations:
-        yield site.region, f"{pool.name}-reserved", pool.machine_type, "what is reserved", "", bound
+        yield (
+            site.region,
+            f"{pool.name}-reserved",
+            pool.machine.machine_type,
+            "what is reserved",
+            "",
+            bound,
+        )
     if nodes.spot:
-        yield site.region, f"{pool.name}-spot", pool.machine_type, counts, highest, bound
+        yield site.region, f"{pool.name}-spot", pool.machine.machine_type, counts, highest, bound
     if pool.node.on_demand:
         yield (
             site.region,
             pool.name,
-            pool.machine_type,
+            pool.machine.machine_type,
             instead if nodes.spot else counts,
             highest,
             bound,
         )
     overflow = plan.platform.overflow_in(site.region)
-    if overflow not in (None, pool.gpu.type):
+    if can_overflow(pool.gpu) and overflow not in (None, pool.gpu.type):
         yield (
             site.region,
             f"{pool.name}-on-{overflow}",
@@ -303,7 +311,7 @@ def _site_document(site: Site) -> dict[str, Any]:
     pools = [
         {
             "pool": pool.name,
-            "machine_type": pool.machine_type,
+            "machine_type": pool.machine.machine_type,
             "nodes_mean": pool.nodes_mean,
             "nodes_peak": pool.nodes_peak,
             "nodes_most": pool.nodes_most,

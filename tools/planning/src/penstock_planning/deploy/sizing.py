@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from infra.kubernetes.deployment import GpuType, gpu_class, zones_with
+from infra.kubernetes.deployment import GpuType, Machine, gpu_class, zones_with
 from infra.kubernetes.placement import CPU_ONLY, is_standard, processes_of
 from penstock_planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from penstock_planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
@@ -153,8 +153,12 @@ class Pool:
     nodes_most: int
 
     @property
-    def machine_type(self) -> str:
-        return self.node.machine_type
+    def machine(self) -> Machine:
+        return self.node.machine(self.gpu.count)
+
+    @property
+    def gpus_most(self) -> int:
+        return self.nodes_most * self.gpu.count
 
     @property
     def name(self) -> str:

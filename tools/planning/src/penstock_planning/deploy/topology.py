@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infra.kubernetes.deployment import GpuType, gpu_class
+from infra.kubernetes.placement import can_overflow
 from penstock_planning.deploy.platform_variables import INBOX_STRIDE, Platform
 from shared.broker.transport import (
     WEBHOOKS_SUBSCRIPTION_ID,
@@ -77,7 +78,7 @@ def gpu_pools(
             names.append(name)
         if platform.nodes.spot:
             names.append(f"{name}-spot")
-        if overflow not in (None, gpu.type):
+        if can_overflow(gpu) and overflow not in (None, gpu.type):
             names.append(f"{name}-on-{overflow}")
     return names
 

@@ -9,19 +9,20 @@ import simpy
 
 from penstock_planning.simulation.scenario import Cluster, GpuFailure
 from penstock_planning.simulation.worker import Node, SimulatedWorker, Steps
+from shared.models.entry import Gpu
 
 CORDONED_MAX_SHARE = 0.1
 """Equals MAX_SHARE of workers/gpu_nodes.py."""
 
 
 class Fleet:
-    """Nodes with one GPU each, shared by `places` workers.
+    """Nodes for one class, each with as many GPUs as one worker uses, or one that workers share.
 
     Pods get free places immediately. Nodes are ordered for pending pods and for the buffer. A node
     without workers is deleted after a while.
 
     Args:
-        places: number of workers that share a GPU.
+        gpu: the class's GPU. `none` stands for general nodes.
         most_nodes: quota or stock. None means no limit.
     """
 
@@ -29,13 +30,14 @@ class Fleet:
         self,
         env: simpy.Environment,
         cluster: Cluster,
-        places: int,
+        gpu: Gpu,
         most_nodes: int | None,
         chance: random.Random,
     ) -> None:
         self._env = env
         self._cluster = cluster
-        self.places = places
+        self.gpu = gpu
+        self.places = gpu.share
         self._most_nodes = most_nodes
         self._chance = chance
         self._made = 0

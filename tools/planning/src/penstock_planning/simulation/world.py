@@ -71,6 +71,7 @@ from penstock_planning.simulation.timeseries import TimeSeries
 from penstock_planning.simulation.worker import Steps
 from shared.broker.transport import batch_subscription_id, workers_subscription_id
 from shared.models.catalog import Catalog, Model
+from shared.models.entry import Gpu
 from shared.settings import ApiSettings
 
 SiteKey = tuple[str, str]
@@ -278,18 +279,17 @@ def _set_replicas(event: SetReplicas, parts: Parts) -> None:
 
 
 def _fail_gpus(event: GpuFailure, parts: Parts) -> None:
-    for (pool, region), fleet in parts.fleets.items():
-        type_ = pool.rpartition("-x")[0]
-        has_gpus = type_ in read_gpu_types()
-        if has_gpus and event.region in (None, region) and event.gpu in (None, type_):
+    for (_, region), fleet in parts.fleets.items():
+        type_ = fleet.gpu.type
+        if type_ != "none" and event.region in (None, region) and event.gpu in (None, type_):
             fleet.fail_gpus(event)
 
 
 def _stock_out(env: simpy.Environment, event: StockOut, parts: Parts) -> Steps:
     out = [
         fleet
-        for (pool, region), fleet in parts.fleets.items()
-        if event.region in (None, region) and event.gpu in (None, pool.rpartition("-x")[0])
+        for (_, region), fleet in parts.fleets.items()
+        if event.region in (None, region) and event.gpu in (None, fleet.gpu.type)
     ]
     for fleet in out:
         fleet.is_out_of_stock = True
@@ -452,9 +452,7 @@ class World:
                 # General nodes are never kept warm and are never spot instances.
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
             max_gpus = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
-            self.parts.fleets[pool] = Fleet(
-                self.env, cluster, model.gpu.share, max_gpus, self._chance
-            )
+            self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu, max_gpus, self._chance)
         self.parts.replicas[key] = SimulatedDeployment(
             self.env,
             self._service_of(group, rules.models),
@@ -657,8 +655,8 @@ class World:
 
     def _costs(self) -> Iterator[FleetCost]:
         for (pool, region), fleet in self.parts.fleets.items():
-            price = self._prices.prices.get(_machine_price(pool, self.scenario.cluster.spot))
-            per_h = None if price is None else price.cost_usd(region, 1.0)
+            price = self._prices.prices.get(_machine_price(fleet.gpu, self.scenario.cluster.spot))
+            per_h = None if price is None else price.cost_usd(region, fleet.gpu.count)
             max_nodes = self._most_nodes(pool, region, fleet)
             yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, max_nodes)
 
@@ -691,9 +689,9 @@ class World:
         )
 
 
-def _machine_price(pool: str, is_spot: bool) -> str:
-    """Returns the price key for a GPU class's nodes. Workers without a GPU run on general nodes."""
-    gpu_types, type_ = read_gpu_types(), pool.rpartition("-x")[0]
-    if type_ not in gpu_types:
+def _machine_price(gpu: Gpu, is_spot: bool) -> str:
+    """Returns the price key for a GPU's nodes. Workers without a GPU run on general nodes."""
+    if gpu.type == "none":
         return f"machine/{GeneralNodes().machine_type}/on-demand"
-    return f"machine/{gpu_types[type_].machine_type}/{'spot' if is_spot else 'on-demand'}"
+    machine_type = read_gpu_types()[gpu.type].choose_price(gpu.count)
+    return f"machine/{machine_type}/{'spot' if is_spot else 'on-demand'}"
