@@ -165,6 +165,7 @@ class Batcher(Generic[Sent, Got]):
         """The calls in the current round trip."""
         self._is_busy = False
         """True while there are calls, until the last one's round trip is over."""
+        self._times_closed = 0
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
         """Returns one reply per entry, or None after a failure or if the queue is full."""
@@ -180,25 +181,29 @@ class Batcher(Generic[Sent, Got]):
         if not self._is_busy:
             # It starts in the next event loop iteration, with all the calls from this one.
             self._is_busy = True
-            loop.call_soon(self._begin_trip)
+            loop.call_soon(self._begin_trip, self._times_closed)
         return await answers
 
     def close(self) -> None:
-        """Returns None to all calls."""
+        """Returns None to all calls. Their round trip may end after the link is open again."""
+        self._times_closed += 1
         self._answer(None)
         self._give_up()
         self._is_busy = False
 
-    def _begin_trip(self) -> None:
+    def _begin_trip(self, times_closed: int) -> None:
+        if times_closed != self._times_closed:
+            return
         entries = self._take_waiting()
         if not entries:
             self._is_busy = False
             return
         try:
             calls, parse = self._plan(entries)
-            self._link.exchange(calls, partial(self._end_trip, parse))
+            self._link.exchange(calls, partial(self._end_trip, times_closed, parse))
         except Exception as error:
-            asyncio.get_running_loop().call_soon(self._end_trip, None, [], error)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._end_trip, times_closed, None, [], error)
 
     def _take_waiting(self) -> list[Sent]:
         """Returns the entries of the calls in the next round trip."""
@@ -216,10 +221,13 @@ class Batcher(Generic[Sent, Got]):
 
     def _end_trip(
         self,
+        times_closed: int,
         parse: Callable[[list[Any]], list[Got]] | None,
         replies: list[Any],
         error: Exception | None,
     ) -> None:
+        if times_closed != self._times_closed:
+            return
         answers: list[Got] | None = None
         try:
             if error is not None:
@@ -234,12 +242,12 @@ class Batcher(Generic[Sent, Got]):
             # affected.
             log.exception("a round trip to Redis failed", extra={"operation": self._operation})
             self._answer(None)
-            self._begin_trip()
+            self._begin_trip(times_closed)
             return
         self._answer(answers)
         if not self._link.judge(error):
             self._give_up()
-        self._begin_trip()
+        self._begin_trip(times_closed)
 
     def _answer(self, answers: list[Got] | None) -> None:
         """Ends the calls in the current round trip."""
@@ -605,7 +613,7 @@ class RedisLink:
             on_rest = partial(self._merge, channel, calls, on_end, replies, unknown)
             self._send(channel, whole, on_rest)
             return
-        if not self._is_closed:
+        if channel in self._channels:  # otherwise, the link has been closed since
             self._idle.append(channel)
         shaped = list[Any]()
         if error is None:

@@ -1,6 +1,6 @@
 """Scripts run by their digest, and keep working after Redis has restarted and forgotten them.
 
-A canceled round trip leaves nothing behind.
+A canceled round trip leaves nothing behind, and neither does one that a closed link interrupts.
 """
 
 import asyncio
@@ -15,7 +15,11 @@ import redis
 from hatchling.builders.wheel import WheelBuilder
 
 from infra.local.redis_server import RedisServer
-from shared.stores.redis_client import within
+from shared.errors import Unavailable
+from shared.stores.redis_client import RedisLink, within
+from shared.stores.withdrawals import ERRORS, UP
+from tests.gated_link import gated_redis
+from tests.limits import REDIS_LIMIT_S
 from tests.record_stores import RecordStores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,3 +107,29 @@ def test_wheel_carries_every_script(tmp_path: Path) -> None:
     }
     assert carried == scripts
     assert len(scripts) > 10
+
+
+@pytest.mark.anyio
+async def test_link_that_is_opened_again_does_not_mix_up_replies(redis_url: str) -> None:
+    """The round trip that closing the link interrupts ends once the link is open again."""
+    async with gated_redis(redis_url) as (gate, url):
+        link = RedisLink("test", url, timeout_s=REDIS_LIMIT_S, up=UP, errors=ERRORS)
+        commands = link.commands("the store")
+
+        async def echo(word: str, iterations: int) -> Any:
+            for _ in range(iterations):
+                await asyncio.sleep(0)
+            return await commands.run("ECHO", word)
+
+        async with link:
+            assert await echo("warm", 0) == b"warm"
+            gate.close()
+            lost = asyncio.create_task(echo("lost", 0))
+            await gate.asked.wait()
+        gate.open()
+        async with link:
+            others = [asyncio.create_task(echo(str(number), number)) for number in range(4)]
+            assert await echo("first", 0) == b"first"
+            assert await asyncio.gather(*others) == [b"0", b"1", b"2", b"3"]
+        with pytest.raises(Unavailable):
+            await lost
