@@ -216,10 +216,10 @@ class BatchFiles:
         if file.expires_at_s < until_s:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
 
-    async def delete(self, file: BatchFile) -> None:
+    async def delete(self, tenant: str, file_id: str) -> None:
         """Deletes a file, document first, so that no caller finds an incomplete file."""
-        await self._objects.delete(_document_key(file.tenant, file.id))
-        await self._objects.delete(file.data_key)
+        await self._objects.delete(_document_key(tenant, file_id))
+        await self._objects.delete(data_key(tenant, file_id))
 
     async def read(
         self, file: BatchFile, start: int = 0, end: int | None = None

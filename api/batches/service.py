@@ -217,17 +217,17 @@ class Batches:
             raise BadInput(f"a batch with status {state.status} can't be canceled")
         return state
 
-    async def check_unused(self, file: BatchFile) -> None:
-        """Checks that no open batch is reading a file.
+    async def check_unused(self, tenant: str, file_id: str) -> None:
+        """Checks that no open batch is reading one of the tenant's files.
 
         Raises:
             BadInput: an open batch is reading the file.
             Unavailable: the object store is unreachable.
         """
-        owner = owner_of(file.tenant)
+        owner = owner_of(tenant)
         for batch in await self._store.open(owner):
             created = await self._store.read(owner, batch.id, "created", BatchCreated)
-            if created is not None and created.input_file_id == file.id:
+            if created is not None and created.input_file_id == file_id:
                 raise BadInput(
                     f"file_id: batch {batch.id} is reading this file; cancel it or wait for it "
                     "to finish",

@@ -26,6 +26,7 @@ from api.inputs.storage import (
     KEPT_FILES,
     LATEST_S,
     LISTED,
+    MAX_FILES,
     Storage,
     StorageQuota,
     StorageReservation,
@@ -175,10 +176,23 @@ class Files:
             log.error("file not listed", extra={"file": file_id, "reason": error.message})
             return None
 
-    async def delete(self, file: File) -> None:
-        await self._objects.delete(_build_listing_key(file))
-        await self._objects.delete(_document_key(file))
-        await self._objects.delete(file.key)
+    async def delete(self, tenant: str, file_id: str) -> None:
+        """Deletes one of this tenant's files, even if its document is damaged.
+
+        Raises:
+            NotFound: the tenant has no such file, or it has expired.
+        """
+        try:
+            listed = [_build_listing_key(await self.find(tenant, file_id))]
+        except DamagedDocument:
+            stored = await self._objects.listing(_folder_of(tenant), MAX_FILES)
+            end = f"_{file_id.removeprefix('file_')}"
+            listed = [
+                stored_object.key for stored_object in stored if stored_object.key.endswith(end)
+            ]
+        place = _place_of(tenant, file_id)
+        for key in (*listed, f"{place}/file.json", f"{place}/data"):
+            await self._objects.delete(key)
 
     async def find(self, tenant: str, file_id: str) -> File:
         """Finds one of this tenant's files.

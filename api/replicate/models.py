@@ -264,7 +264,7 @@ async def list_newest_files(
 @router.delete("/files/{file_id}", scope="files", include_in_schema=False)
 async def delete_file(call: Call, files: Files, file_id: str) -> Response:
     """Deletes a file immediately. Links to its data expire within an hour."""
-    await files.delete(await files.find(call.tenant, file_id))
+    await files.delete(call.tenant, file_id)
     return Response(status_code=204)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ from api.batches.files import (
 )
 from api.batches.service import Batches
 from api.bodies import Body, Option
-from api.errors import EXPECTED_ERRORS
+from api.errors import EXPECTED_ERRORS, DamagedDocument
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.connection import while_connected
@@ -286,9 +287,10 @@ async def delete_file(
     """Deletes a file immediately, unless a batch is still reading it."""
     if file_id.startswith("file_"):
         return await _as_replicate(call, replicate_models.delete_file(call, files, file_id))
-    file = await _find(call, batch_files, file_id)
-    await batches.check_unused(file)
-    await batch_files.delete(file)
+    with suppress(DamagedDocument):
+        await _find(call, batch_files, file_id)
+    await batches.check_unused(call.tenant, file_id)
+    await batch_files.delete(call.tenant, file_id)
     return encode_json(FileDeleted(file_id))
 
 

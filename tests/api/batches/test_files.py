@@ -82,15 +82,19 @@ async def test_upload_larger_than_any_other_body_is_streamed(tmp_path: Path) -> 
     ],
     ids=["Replicate's file", "OpenAI's file"],
 )
-async def test_a_damaged_file_is_left_out_of_the_list(
+async def test_a_damaged_file_is_left_out_of_the_list_and_can_be_deleted(
     api: ApiUnderTest, tmp_path: Path, form: dict[str, Any], entries: str
 ) -> None:
-    (await api.http.post("/v1/files", **form)).raise_for_status()
+    made = (await api.http.post("/v1/files", **form)).json()["id"]
     (damaged,) = (tmp_path / "objects").rglob("file.json")
     damaged.write_bytes(damaged.read_bytes()[:20])
     intact = (await api.http.post("/v1/files", **form)).json()["id"]
     listed = (await api.http.get("/v1/files")).json()
     assert [file["id"] for file in listed[entries]] == [intact]
+    for file_id in (made, intact):
+        (await api.http.delete(f"/v1/files/{file_id}")).raise_for_status()
+    assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
+    assert (await api.http.delete(f"/v1/files/{made}")).status_code == 404
 
 
 async def test_ranges(api: ApiUnderTest) -> None:
