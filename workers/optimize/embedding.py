@@ -344,8 +344,8 @@ class _VariantBuilder:
         for path in self.target.glob(".*.onnx"):
             path.unlink()
 
-    def discard(self, variant: Variant) -> None:
-        (self.target / variant.file).unlink()
+    def discard(self, name: str) -> None:
+        (self.target / f"{name}.onnx").unlink(missing_ok=True)
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
         """Returns the encoder that a worker would use to run the variant."""
@@ -453,19 +453,20 @@ def _judge(
 ) -> tuple[Verdict, float]:
     """Returns the verdict, and the original's speed in texts/s.
 
-    A rejected variant's graph is deleted.
+    The graph of a variant that is rejected or can't be measured is deleted.
     """
     try:
         variant = builder.make(name)
         quality, rate, original_rate = baseline.measure(builder.encoder(variant))
     except PenstockError as error:
+        builder.discard(name)
         missing = Variant(name=f"onnx-{name}", backend="onnx", precision="fp32")
         return Verdict(missing, refusal=f"could not be created: {error.message}"), 0.0
     tolerance = tolerance_of(entry, options)
     refusal = ""
     if not quality.cosine_min >= tolerance:
         refusal = f"minimum cosine {quality.cosine_min:.5f} is below {tolerance:g}"
-        builder.discard(variant)
+        builder.discard(name)
     recipe = variant.recipe | {"rank_correlation": quality.rank_correlation, "tolerance": tolerance}
     measured = msgspec.structs.replace(
         variant,

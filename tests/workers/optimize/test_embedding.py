@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from shared.models.device_profile import read_profiles
@@ -92,6 +94,22 @@ def test_variant_below_the_tolerance_is_refused(
     )
     assert "refused: minimum cosine 0.9" in line
     assert line.endswith("is below 0.9999")
+
+
+def test_variant_that_can_not_be_loaded_leaves_no_graph(
+    optimize: Optimize, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = onnxruntime.InferenceSession
+
+    def load(graph: str, *given: Any, **more: Any) -> Any:
+        if str(graph).endswith("int8.onnx"):
+            raise RuntimeError("an operator is not supported")
+        return real(graph, *given, **more)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", load)
+    assert optimize("--variants", "fp32,int8") == 0
+    assert [variant.name for variant in made().manifest.variants] == ["onnx-fp32"]
+    assert not (made().folder / "int8.onnx").exists()
 
 
 def test_nothing_accepted_fails_and_writes_nothing(
