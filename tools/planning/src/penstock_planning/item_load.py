@@ -34,6 +34,11 @@ class ItemLoad(Entry):
     """
     measured: str = ""
     """Source of the seconds: the command, GPU, and date."""
+    host_seconds_per_item: float | None = Field(None, gt=0)
+    """CPU seconds per item in a worker's I/O process, which uses at most one core.
+
+    If that takes longer than the GPU, more workers must share a GPU.
+    """
     kept_when_sharing: float = Field(1.0, gt=0, le=1)
     """Share of a GPU's rate that remains when workers share it, as measured by bench.gpu."""
 

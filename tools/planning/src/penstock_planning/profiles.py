@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import ConfigurationError
@@ -61,7 +61,13 @@ def find_seconds(
             f"optimize {model.name} --device` there, or set seconds_per_item",
             field=where,
         )
-    return {"seconds_per_item": float(f"{item_s:.4g}"), "measured": _describe(profile)}
+    found: dict[str, Any] = {
+        "seconds_per_item": float(f"{item_s:.4g}"),
+        "measured": _describe(profile),
+    }
+    if profile.text_us is not None:
+        found["host_seconds_per_item"] = profile.text_us / 1e6
+    return found
 
 
 def _text_s(
@@ -77,23 +83,3 @@ def _text_s(
 
 def _describe(profile: DeviceProfile) -> str:
     return f"{profile.device}: {profile.measured}"
-
-
-def tokenizing_notes(
-    profiles: Profiles, texts_per_s: Mapping[str, float], models: Sequence[Model]
-) -> Iterator[str]:
-    """Yields notes on models whose workers would receive more texts than one process can tokenize.
-
-    Args:
-        texts_per_s: texts per second for each worker, by model name.
-    """
-    for model in models:
-        profile = find_profile(profiles, model)
-        if profile is None or profile.text_us is None:
-            continue
-        most_per_s, per_s = 1e6 / profile.text_us, texts_per_s.get(model.name, 0.0)
-        if per_s > most_per_s:
-            yield (
-                f"{model.name}: a worker would get {per_s:,.0f} texts/s, but its process can "
-                f"tokenize {most_per_s:,.0f}/s; plan more workers (replicas.min)"
-            )

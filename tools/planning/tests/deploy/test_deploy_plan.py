@@ -237,7 +237,8 @@ def test_flex_start_and_reservations_are_planned() -> None:
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}",
-            f"models.{MINILM}.hits: unknown field; accepted here: hit_share, input_bytes, items",
+            f"models.{MINILM}.hits: unknown field; accepted here: hit_share, "
+            "host_seconds_per_item, input_bytes, items",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}",

@@ -131,15 +131,28 @@ def test_a_model_without_load_needs_no_profile(
     assert plan(capsys, words(tmp_path, rates, profile()))["images"]["processes_peak"] == 0
 
 
-def test_a_worker_that_cannot_tokenize_fast_enough_is_noted(
+def test_gpu_is_shared_by_as_many_workers_as_the_host_needs_to_fill_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = {"texts": {"mean_per_s": 600, "tokens_per_item": 100}}
+    before = plan(capsys, words(tmp_path, rates, profile()))
     found = plan(capsys, words(tmp_path, rates, profile(text_us=5000.0)))
-    assert any(
-        "texts: a worker would get 600 texts/s" in note and "tokenize 200/s" in note
-        for note in found["notes"]
-    )
+    assert before["texts"]["processes_peak"] == 1
+    assert found["texts"]["processes_peak"] >= 600 * 0.005 / 0.7
+    assert not [note for note in before["notes"] if "I/O process" in note]
+    assert [note for note in found["notes"] if "I/O process" in note] == [
+        "texts: a worker's I/O process handles 200 items/s, but its part of the GPU computes "
+        "1,000/s; set gpu.share: 5 so that 5 workers share each GPU (now 1)"
+    ]
+
+
+def test_workers_that_share_a_gpu_as_planned_are_not_limited_by_the_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TEXTS, "gpu", {"type": "l4", "share": 5})
+    rates = {"texts": {"mean_per_s": 600, "tokens_per_item": 100}}
+    found = plan(capsys, words(tmp_path, rates, profile(text_us=5000.0)))
+    assert not [note for note in found["notes"] if "I/O process" in note]
 
 
 def test_a_broken_profile_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,30 @@ def test_texts_have_the_workers_that_can_write_them_in_company(per_s: float, sta
     assert len(late) < 0.001 * model.arrived
 
 
+@pytest.mark.parametrize("places", [2, 4])
+def test_long_contexts_that_fill_the_cache_get_as_many_workers_as_full_slots(
+    places: int,
+) -> None:
+    """Their keys and values take up the whole budget long before all 16 slots are in use."""
+    result = run(
+        "text-constant",
+        "duration_s=2400",
+        "settle_s=1500",
+        "models.writer.arrivals=[{kind: constant, per_s: 2}]",
+        f"catalog.0.batch.max_tokens={2048 * places}",
+        "models.writer.tokens_per_item=2048",
+        "models.writer.start_replicas=4",
+    )
+    (model,) = result.summary.models
+    steps = result.scenario.models["writer"].steps
+    assert steps is not None
+    needed = math.ceil(2 * steps.item_s(places) / 0.7)
+    assert needed <= model.replicas.least
+    assert model.replicas.most <= max(needed + 1, 1.25 * needed)
+    late = [at_s for at_s in result.recorder.models["writer"].ended_s if at_s > START_S]
+    assert len(late) < 0.001 * model.arrived
+
+
 def test_four_times_the_texts_get_workers_within_minutes() -> None:
     at_s = 600.0
     step = f"{{kind: step, before_per_s: 3, after_per_s: 12, at_s: {at_s:g}}}"

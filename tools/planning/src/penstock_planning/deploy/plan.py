@@ -5,6 +5,7 @@ A plan also includes quotas and limits: how much to request, and the known defau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from penstock_planning.deploy.sizing import (
 )
 from penstock_planning.deploy.topology import gpu_pools, redis, subscriptions, topics
 from penstock_planning.deploy.volumes import Volume, volume
-from penstock_planning.profiles import Profiles, tokenizing_notes
+from penstock_planning.profiles import Profiles
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog, Model, Revision
 
@@ -272,21 +273,11 @@ def make_plan(
         notes=(
             *_notes(catalog, rates, wanted, sites),
             *_memory_notes(catalog, rates, gpus),
-            *tokenizing_notes(profiles, _texts_per_worker(sites), catalog.models),
+            *_host_notes(sites),
             *reply_notes(volumes, wanted, prices),
         ),
         sources={name: prices.sources[name] for name in used},
     )
-
-
-def _texts_per_worker(sites: Sequence[Site]) -> dict[str, float]:
-    """Returns each model's items per second per worker at the peak, in the busiest region."""
-    busiest: dict[str, float] = {}
-    for members in (members for site in sites for members in site.workers):
-        per_s = members.computed_peak_per_s / max(1, members.pods_peak)
-        name = members.model.name
-        busiest[name] = max(per_s, busiest.get(name, 0.0))
-    return busiest
 
 
 def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:
@@ -474,6 +465,24 @@ def _memory_notes(catalog: Catalog, rates: DemandRates, gpus: dict[str, GpuType]
                 f"{group.name}: {processes} processes of a worker take up to {needed_mib:,.0f} MiB "
                 f"of memory, but it has {has_mib:,} MiB (infra/kubernetes/placement.py)"
             )
+
+
+def _host_notes(sites: Sequence[Site]) -> Iterator[str]:
+    """Yields models whose GPUs compute faster than the I/O processes of their workers."""
+    workers = {members.model.name: members for site in sites for members in site.workers}
+    for name, members in workers.items():
+        host_s, gpu = members.rate.host_seconds_per_item, members.model.gpu
+        if host_s is None or not 0 < members.gpu_service_s < members.service_s:
+            continue
+        note = f"{name}: a worker's I/O process handles {1 / host_s:,.0f} items/s"
+        if gpu.type == "none":
+            yield f"{note}, which limits the worker; the number of workers allows for that"
+            continue
+        share = math.ceil(gpu.share * members.service_s / members.gpu_service_s)
+        yield (
+            f"{note}, but its part of the GPU computes {1 / members.gpu_service_s:,.0f}/s; set "
+            f"gpu.share: {share} so that {share} workers share each GPU (now {gpu.share})"
+        )
 
 
 def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:

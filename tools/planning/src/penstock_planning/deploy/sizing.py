@@ -105,6 +105,8 @@ class Workers:
     """Items per second at the peak that are not served from the cache."""
     service_s: float
     """Seconds per item for a full worker whose GPU has no free share."""
+    gpu_service_s: float
+    """The same if the worker's I/O process took no time."""
     batch: int
     processes_mean: int
     processes_peak: int
@@ -203,6 +205,7 @@ class _Demand:
     mean_per_s: float
     peak_per_s: float
     service_s: float
+    gpu_service_s: float
     batch: int
     spare_s: float
     hand: _Hand
@@ -214,7 +217,8 @@ class _Demand:
 
 
 def _demand(model: Model, rate: ModelRate, share: float, rates: DemandRates) -> _Demand:
-    service_s, batch = _service_s(model, rate), batch_items(model, rate)
+    gpu_service_s, batch = _gpu_service_s(model, rate), batch_items(model, rate)
+    service_s = max(gpu_service_s, (rate.host_seconds_per_item or 0.0) * processes_of([model]))
     trips_s = 2 * rates.broker_round_trip_s
     return _Demand(
         model=model,
@@ -222,6 +226,7 @@ def _demand(model: Model, rate: ModelRate, share: float, rates: DemandRates) -> 
         mean_per_s=rate.mean_per_s * share,
         peak_per_s=rate.peak * share,
         service_s=service_s,
+        gpu_service_s=gpu_service_s,
         batch=batch,
         spare_s=_spare_s(model, batch, batch * service_s, trips_s),
         hand=_hand(model, rate, service_s, batch, rates.broker_round_trip_s),
@@ -278,6 +283,7 @@ def size_workers(
                 demand.peak_per_s * demand.rate.items_per_request * (1 - demand.rate.hit_share)
             ),
             service_s=demand.service_s,
+            gpu_service_s=demand.gpu_service_s,
             batch=demand.batch,
             processes_mean=at_mean,
             processes_peak=at_peak,
@@ -314,7 +320,7 @@ def _hand(
     return _Hand(held, most_busy, held / jobs_per_s)
 
 
-def _service_s(model: Model, rate: ModelRate) -> float:
+def _gpu_service_s(model: Model, rate: ModelRate) -> float:
     """Returns the seconds per item on the model's GPU share, which may not be the measured one."""
     share = model.gpu.share if model.gpu.type != "none" else 1
     service_s = rate.item_s or 0.0
