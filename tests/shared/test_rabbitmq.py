@@ -286,6 +286,21 @@ async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> No
         await transport.publish("t" * 256, b"1", {})
 
 
+@pytest.mark.anyio
+async def test_names_and_filters_that_amqp_can_not_carry_are_refused(rabbit: Pair) -> None:
+    _, admin = rabbit
+    await make(admin)
+    long_filter = slot_filter(10**255, 2)
+    for refused in (
+        admin.ensure_topic("t" * 256),
+        admin.delete_subscription("s" * 256),
+        admin.ensure_subscription("s" * 256, SubscriptionSettings("jobs")),
+        admin.ensure_subscription("slot", SubscriptionSettings("jobs", filter=long_filter)),
+    ):
+        with pytest.raises(BadInput, match=r"long|exceeded"):
+            await refused
+
+
 def test_server_of_another_version_can_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,8 @@ class RabbitAdmin:
             channel = await self._connection.channel()
             try:
                 await ChannelWaits(channel).within(self._connection.answer_limit_s, call(channel))
+            except ValueError as error:  # a name or a key is too long
+                raise BadInput(f"{action}: {error}") from error
             except BROKEN as error:
                 raise translate(error, action) from error
             finally:

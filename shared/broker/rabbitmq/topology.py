@@ -20,6 +20,7 @@ from aiormq import Channel
 from shared.broker.rabbitmq.connection import BROKEN, BrokerConnection, translate
 from shared.broker.rabbitmq.waits import ChannelWaits, close_channel
 from shared.broker.transport import parse_filter
+from shared.errors import BadInput
 
 FILTERED = ("slot", "lane")
 """Attributes used in our filters."""
@@ -82,6 +83,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
     """Returns whether the queue or exchange exists.
 
     Raises:
+        BadInput: the name is too long.
         Unavailable: the broker is unreachable.
         ConfigurationError: we do not have permission to query it.
     """
@@ -98,6 +100,7 @@ async def waiting(connection: BrokerConnection, queue: str) -> int | None:
     """Returns the number of waiting messages, excluding held ones. None if there is no such queue.
 
     Raises:
+        BadInput: the name is too long.
         Unavailable: the broker is unreachable.
         ConfigurationError: we do not have permission to query it.
     """
@@ -116,6 +119,8 @@ async def _ask(
         return await ChannelWaits(channel).within(connection.answer_limit_s, question(channel))
     except aiormq.ChannelNotFoundEntity:
         raise
+    except ValueError as error:
+        raise BadInput(f"look at {name}: {error}") from error
     except BROKEN as error:
         raise translate(error, f"look at {name}") from error
     finally:
