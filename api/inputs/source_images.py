@@ -21,7 +21,6 @@ from api.inputs.image_codec import ImageCodec, data_of_uri
 from api.inputs.storage import StorageQuota
 from api.inputs.url_fetcher import (
     ANY_FILE,
-    FOLDER,
     MAX_BYTES,
     FetchedInput,
     FileRules,
@@ -29,7 +28,7 @@ from api.inputs.url_fetcher import (
 )
 from shared.errors import BadInput
 from shared.models.blob import Blob
-from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, store_if_large
+from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, store_if_large
 
 ACCEPTED = (
     "must be a data: URI, an https URL, or the ID or URL of a file uploaded to this "
@@ -215,17 +214,15 @@ class SourceImages:
 
         Raises:
             BadInput: the file can't be fetched.
+            StorageFull: the tenant's storage quota is used up.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
         until_s = self._url_fetcher.until_s(caller.deadline_s)
-        fetched = await self._fetch_url(url, caller, field, until_s, rules, keep_s)
-        key, data = fetched.blob.object_key, fetched.blob.data
-        if key is None:
-            assert data is not None, "has neither data nor a key; this is a bug"
-            key = object_key(FOLDER, data, fetched.blob.media_type)
-            await self._objects.put(key, data, fetched.blob.media_type)
-        return fetched.sha256, key
+        stored = rules._replace(is_stored=True)
+        fetched = await self._fetch_url(url, caller, field, until_s, stored, keep_s)
+        assert fetched.blob.object_key is not None, "the rules require a stored file; this is a bug"
+        return fetched.sha256, fetched.blob.object_key
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
         """Returns the file for a data: URI, or for one of this API's IDs or URLs.

@@ -102,6 +102,8 @@ class FileRules(NamedTuple):
     A remembered file with this digest is not requested again. The caller checks the digests of
     fetched files. Empty if the caller does not expect a specific digest.
     """
+    is_stored: bool = False
+    """True if even a small file must be in the object store, where it counts toward the quota."""
 
 
 ANY_FILE = FileRules()
@@ -507,7 +509,7 @@ def _resolve_redirect(url: URL, answer: ClientResponse) -> str:
 async def _load(
     answer: ClientResponse, requested_url: str, place: _Place, rules: FileRules
 ) -> _Loaded:
-    """Reads a body. A large body is stored in the object store as it arrives."""
+    """Reads a body. Unless it is small, it is stored in the object store as it arrives."""
     media_type, name = _media_type(answer), _name_of(answer, requested_url)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
     head = bytearray()
@@ -518,8 +520,9 @@ async def _load(
         if len(head) > INLINE_LIMIT_BYTES:
             break
     else:
-        blob = Blob(media_type, data=bytes(head))
-        return _Loaded(blob, name, hashlib.sha256(head).hexdigest(), None)
+        if not rules.is_stored:
+            blob = Blob(media_type, data=bytes(head))
+            return _Loaded(blob, name, hashlib.sha256(head).hexdigest(), None)
     size_bytes = max(len(head), answer.content_length or 0)
     async with place.storage.reserve(place.quota, size_bytes) as room:
         stored = await _store(bytes(head), pieces, media_type, place.storage.objects, rules, room)

@@ -113,6 +113,30 @@ async def ask_with_digest(api: ApiUnderTest, url: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+async def test_small_file_counts_and_is_remembered_like_a_large_one(
+    server: FileServer, tmp_path: Path, redis_url: str
+) -> None:
+    """A file that would fit in a message is stored too, because only workers read it."""
+    path, data = "/bucket/small.safetensors", DATA[:1000]
+    url = server.add(path, data, "application/octet-stream", ETag='"1"')
+    settings = settings_for(
+        tmp_path, redis_url=redis_url, secret="s", files_max_bytes=1 << 20, **server.settings
+    )
+    async with running_api(settings, catalog=Catalog((painter(server),))) as api:
+        almost_all = {"content": bytes((1 << 20) - 1500)}
+        assert (await api.http.post("/v1/files", files=almost_all)).status_code == 201
+        pinned = f"{url}#sha256={hashlib.sha256(data).hexdigest()}"
+        for seed in range(2):
+            sent = body(pinned, seed=seed)
+            assert (await api.http.post("/v1/images/generations", json=sent)).status_code == 200
+        assert server.asked[path] == 1
+        other = server.add("/bucket/other.safetensors", data[::-1], ETag='"1"')
+        answer = await api.http.post("/v1/images/generations", json=body(other))
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("lora_weights", "storage_quota_exceeded")
+
+
 async def test_results_belong_to_the_bytes(api: ApiUnderTest, server: FileServer) -> None:
     path = "/bucket/ink.safetensors"
     other = server.add("/bucket/copy.safetensors", DATA, "binary/octet-stream")
