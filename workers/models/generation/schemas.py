@@ -205,7 +205,7 @@ def _check_multiples(schema: Any) -> None:
     Raises:
         ValueError: the divisors are too large.
     """
-    schemas = list(_walk_schemas(schema))
+    schemas = list(walk_schemas(schema))
     multiples = [part.get("multipleOf") for part in schemas]
     numbers = [
         number
@@ -274,7 +274,7 @@ class _Evaluations:
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        self.schemas = list(_walk_schemas(schema))
+        self.schemas = list(walk_schemas(schema))
         """All parts of the schema that may themselves be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named_schemas: dict[str, list[Mapping[str, Any]]] = {}
@@ -345,7 +345,8 @@ class _Evaluations:
         return list({id(target): target for target in targets if target is not None}.values())
 
 
-def _walk_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+def walk_schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Returns all objects in a schema, including ones that are only data, such as constants."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()

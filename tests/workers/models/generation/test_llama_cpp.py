@@ -206,6 +206,28 @@ async def _interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
         assert len(result.logprobs) == result.output_tokens
 
 
+async def test_huge_lists_in_a_schema_take_no_memory(engine: PooledProcess) -> None:
+    """The engine's library would make a rule for each element that a list may have."""
+    schema = {
+        "type": "array",
+        "minItems": 2,
+        "maxItems": 10**6,
+        "items": {"type": "array", "maxItems": 10**6, "items": {"const": 1}},
+    }
+    given = {"json_schema": json.dumps(schema), "is_streamed": True, "temperature": 1.0}
+    await run(engine, tiny.prompt(IDS, 4, **given | {"json_schema": '{"type": "array"}'}))
+    before_mb = peak_mb(engine)
+    (result,) = await run(engine, tiny.prompt(IDS, 40, **given))
+    assert result.text.lstrip().startswith("[")
+    assert peak_mb(engine) - before_mb < 200
+
+
+def peak_mb(engine: PooledProcess) -> float:
+    status = Path(f"/proc/{engine.pid}/status").read_text(encoding="utf-8")
+    (peak,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) / 1024
+
+
 async def test_penalties_count_what_was_written_only(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
