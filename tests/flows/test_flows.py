@@ -348,13 +348,15 @@ async def test_runs_canceled_and_deleted_at_the_same_moment_count_as_their_rows(
 
 
 async def cancel_and_delete(flows: World, run_id: str, who: dict[str, str]) -> None:
-    """Does both at the same time, and deletes again if the cancel came second."""
+    """Does both at the same time, and deletes again until the run has been canceled."""
     url = f"/v1/predictions/{run_id}"
-    canceling = flows.http.post(f"{url}/cancel", headers=who)
-    _, deleted = await asyncio.gather(canceling, flows.http.delete(url, headers=who))
-    if deleted.status_code == 409:
-        deleted = await flows.http.delete(url, headers=who)
-    assert deleted.status_code == 204, deleted.text
+
+    async def delete() -> None:
+        while (deleted := await flows.http.delete(url, headers=who)).status_code == 409:
+            pass
+        assert deleted.status_code == 204, deleted.text
+
+    await asyncio.gather(flows.http.post(f"{url}/cancel", headers=who), delete())
 
 
 async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url: str) -> None:
