@@ -196,18 +196,22 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
     assert not api.worker.items
 
 
-@pytest.mark.parametrize("path", ["/elsewhere/ink.safetensors", "/bucket/out.safetensors"])
+@pytest.mark.parametrize(
+    "path",
+    ["/elsewhere/ink.safetensors", "/bucket/out.safetensors", "/elsewhere/in.safetensors"],
+)
 async def test_url_fetched_by_another_model_is_still_refused(
     api: ApiUnderTest, server: FileServer, path: str
 ) -> None:
     """A custom class may fetch from any folder, but its downloads do not bypass `allowed`."""
     server.add("/elsewhere/ink.safetensors", DATA, "application/octet-stream", ETag='"1"')
     server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
+    server.redirect("/elsewhere/in.safetensors", f"{server.url}/bucket/ink.safetensors")
     url = f"{server.url}{path}"
     api.worker.is_silent = True
     given = {"version": CLASS.name, "input": {"file": url}}
     assert (await api.http.post("/v1/predictions", json=given)).status_code == 201
-    assert server.asked["/elsewhere/ink.safetensors"] == 1
+    assert server.asked[path] == 1
     sent = body(f"{url}#sha256={SHA256}")
     answer = await api.http.post("/v1/images/generations", json=sent)
     assert answer.status_code == 400, answer.text

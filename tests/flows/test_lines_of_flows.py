@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,9 @@ import openai
 import pytest
 
 from api.batch_runner.runner import open_runner
+from api.batches.documents import LineUsage
+from api.replicate.prediction_lines import PredictionsEndpoint
+from shared.messages import ItemOutcome, Receipt
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings, read_settings
 from shared.usage.row_list import RowList
@@ -151,6 +155,15 @@ async def test_lines_are_runs_with_the_price_of_batches(
     assert shown.json()["status"] == "failed"
     assert shown.json()["input"] == {"batch_id": done.id, "custom_id": "c"}
     assert "output" not in shown.json() or shown.json()["output"] is None
+
+
+def test_usage_of_a_run_has_the_tokens_of_all_steps() -> None:
+    body = {"version": SPELL["name"], "input": {"text": "a"}}
+    endpoint = PredictionsEndpoint()
+    request = endpoint.read(json.dumps(body).encode(), catalog_of(SPELL), 0)
+    receipts = [Receipt(tokens=50, output_tokens=20, cached_tokens=10), Receipt(tokens=5)]
+    outcomes = [ItemOutcome(0, "succeeded", receipt) for receipt in receipts]
+    assert endpoint.usage(request, outcomes, outcomes[:1]) == LineUsage(35, 20, 10)
 
 
 async def test_a_canceled_batch_begins_no_further_step(flows: World, settings: ApiSettings) -> None:
