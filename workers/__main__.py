@@ -78,7 +78,8 @@ def main() -> int:
         settings = read_settings(WorkerSettings)
         configure_logs(settings.log_level, settings.project)
         catalog = read_catalog(settings.models_file)
-        models = [catalog.find_deployed(name) for name in settings.model_names]
+        requested = [catalog.find_deployed(name) for name in settings.model_names]
+        models = [catalog.find_deployed(model.deployed_name) for model in requested]
         if flows := [model.name for model in models if isinstance(model, Flow)]:
             raise ConfigurationError(
                 f"PENSTOCK_MODEL: {flows[0]} is a flow; its steps run on its models' workers",
@@ -126,7 +127,9 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
             )
         )
         flows = (
-            flow for flow in catalog.flows if any(model in flow.step_models for model in models)
+            flow
+            for flow in catalog.flows
+            if {model.name for model in models} & {step.deployed_name for step in flow.step_models}
         )
         slo.show(model.public_name for model in (*models, *flows))
         # Opened first, so that a start that fails is reported too.

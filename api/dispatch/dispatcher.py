@@ -504,7 +504,7 @@ def _count_items(state: RequestState) -> None:
     for (cache, status), count in counts.items():
         metrics.of_items(request.model.name, cache, status).inc(count)
         if counts_toward_slo:
-            slo.count_ended(request.model.public_name, status, count)
+            slo.count_ended(request.model.entry_name, status, count)
 
 
 async def _wait_for_items(

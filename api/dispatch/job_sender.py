@@ -160,7 +160,7 @@ class JobSender:
             if isinstance(request.model, Flow):
                 await self._start_run(envelope, items, request.options)
             else:
-                await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
+                await self._publish(request, envelope, items, PUBLISH_LIMIT_S)
         except PenstockError as error:
             await self._give_up(request, error)
         if request.new_record.is_keyed:
@@ -258,7 +258,7 @@ class JobSender:
         envelope.part = job.index
         job.is_sent = True
         try:
-            await self._publish(envelope, items, request.options, timeout_s)
+            await self._publish(request, envelope, items, timeout_s)
         except InputTooLarge:
             job.is_sent = False
             raise
@@ -274,16 +274,17 @@ class JobSender:
 
     async def _publish(
         self,
+        request: InferenceRequest,
         envelope: Envelope,
         items: Sequence[Item],
-        options: RequestOptions,
         timeout_s: float,
     ) -> None:
         """Completes the envelope and publishes the job in a span: the parent of the worker's span.
 
         Sets the envelope's publish time, trace, and cache key.
         """
-        now_s, topic_id = time.time(), jobs_topic_id(envelope.model)
+        now_s, options = time.time(), request.options
+        topic_id = jobs_topic_id(request.model.deployed_name)
         facts: Attributes = {
             STAGE: "publish",
             "penstock.items": len(items),
@@ -297,7 +298,7 @@ class JobSender:
                 envelope.traceparent, envelope.tracestate = trace.traceparent, trace.tracestate
             envelope.cache_key = items[0].cache_key or ""
             body = JobBody(list(items), options.cache_read, options.cache_write)
-            message = JobMessage(envelope.model, *encode_job(Job(envelope, body)))
+            message = JobMessage(request.model.deployed_name, *encode_job(Job(envelope, body)))
             await _publish_job(self._publisher, message, timeout_s=timeout_s)
 
 

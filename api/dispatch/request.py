@@ -177,7 +177,7 @@ class InferenceRequest(msgspec.Struct, frozen=True):
     def demand(self, items: int) -> Demand:
         """Returns the demand that this many of the request's items put on the workers."""
         return Demand(
-            self.model.name,
+            self.model.deployed_name,
             items,
             self.facts.tenant,
             self.facts.weight,

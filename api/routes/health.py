@@ -18,7 +18,7 @@ from api.http.call import Call
 from api.http.openapi import success
 from api.http.router import Router
 from api.replicate.replies import HealthReply, ReadinessReply
-from shared.models.catalog import Catalog
+from shared.models.catalog import Catalog, Model
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -108,7 +108,7 @@ async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Resp
     The numbers come from the instance that serves the request. Other tenants' load is not shown.
     """
     models = call.visible_models(catalog)
-    reply = StatusReply([_status(call, model.name, admission) for model in models])
+    reply = StatusReply([_status(call, model, admission) for model in models])
     return Response(
         msgspec.json.encode(reply),
         headers={"cache-control": "no-store"},
@@ -116,11 +116,11 @@ async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Resp
     )
 
 
-def _status(call: Call, model: str, admission: Admission) -> ModelStatus:
-    demand = Demand(model, 1, call.tenant, call.caller.plan.weight)
+def _status(call: Call, model: Model, admission: Admission) -> ModelStatus:
+    demand = Demand(model.deployed_name, 1, call.tenant, call.caller.plan.weight)
     estimate = admission.estimate_wait(demand)
     return ModelStatus(
-        model=model,
+        model=model.name,
         is_busy=estimate.is_busy,
         your_items_in_flight=estimate.held,
         expected_wait_s=None if estimate.wait_s is None else _coarse(estimate.wait_s),

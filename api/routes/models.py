@@ -26,7 +26,7 @@ from api.predictions.creation import is_replicates_client
 from api.problem_details import problem_response
 from api.replicate import models as prediction_models
 from api.replicate.replies import ModelsPage
-from shared.models.catalog import Catalog, Model
+from shared.models.catalog import AdaptedModel, Catalog, Model
 from shared.models.entry import PriceTerms, Rerank, ServedApi
 from shared.models.tasks.embedding import EmbeddingTask
 
@@ -52,6 +52,10 @@ class ModelItem(msgspec.Struct):
     """The kind of score that the model returns in /v1/rerank, if it can rank."""
     api: ServedApi | msgspec.UnsetType = msgspec.UNSET
     """The endpoint that serves a custom model, if it is one of OpenAI's or Mistral's."""
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """The same as `parent`."""
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    """The model that is served with a LoRA adapter under this name."""
     price: dict[str, float] = {}
     """Current prices in US dollars, keyed by their names in the catalog. Prices of 0 are omitted.
     """
@@ -122,6 +126,8 @@ def _item(model: Model, started_at_s: float) -> ModelItem:
         item.rerank = model.rerank
     if model.api is not None:
         item.api = model.api
+    if isinstance(model, AdaptedModel):
+        item.root = item.parent = model.base
     item.price = _prices(model.price.terms_at(time.time()))
     return item
 

@@ -86,6 +86,12 @@ def _check_served(catalog: Catalog, name: str, revision: str) -> None:
     model = catalog.find(name)
     if model.name != name:
         raise ConfigurationError(f"{name} is an alias; its model is {model.name}", field="model")
+    if model.entry_name != name:
+        raise ConfigurationError(
+            f"{name} is an adapter of {model.entry_name}; withdraw that model, or remove the "
+            "adapter from the catalog",
+            field="model",
+        )
     revisions = [model.revision] + ([model.canary.revision] if model.canary else [])
     if revision not in revisions:
         raise ConfigurationError(

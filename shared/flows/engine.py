@@ -442,8 +442,9 @@ class FlowEngine:
             tracestate=trace.tracestate if trace else envelope.tracestate,
         )
         data, attributes = encode_job(Job(own, body))
+        topic_id = jobs_topic_id(self._catalog.find_deployed_name(own.model))
         try:
-            await self._publisher.publish(jobs_topic_id(own.model), data, attributes)
+            await self._publisher.publish(topic_id, data, attributes)
         except BadInput as error:
             raise Unavailable(f"the broker rejected the job: {error.message}") from error
 

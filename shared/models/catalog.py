@@ -27,6 +27,7 @@ from shared.models.entry import (
     ModelResources,
     Replicas,
     ServedApi,
+    TextAdapter,
     WorkersEntry,
 )
 from shared.models.entry_fields import FLOW_SOURCE
@@ -119,6 +120,12 @@ class Model(CatalogEntry):
                 f"replies: must be direct because results from {self.definition.noun} can't be "
                 "stored in the object store"
             )
+        for adapter in self.generation.adapters:
+            if adapter.endswith((CANARY_SUFFIX, ".dead")):
+                raise ValueError(
+                    f"generation.adapters.{adapter}: a name must not end in {CANARY_SUFFIX} or "
+                    ".dead"
+                )
         if self.name.endswith(".dead"):
             raise ValueError(
                 "a name must not end in .dead because its topic would be another model's "
@@ -181,6 +188,51 @@ class Model(CatalogEntry):
         """The name callers know. A canary uses its model's name."""
         return model_of_canary(self.name) or self.name
 
+    @property
+    def deployed_name(self) -> str:
+        """The name of the model whose topic and workers serve this one."""
+        return self.name
+
+    @property
+    def entry_name(self) -> str:
+        """The name of the entry in the catalog that describes this model."""
+        return model_of_canary(self.deployed_name) or self.deployed_name
+
+    @cached_property
+    def adapted(self) -> Mapping[str, AdaptedModel]:
+        """The model with each of its text adapters, by the adapter's name."""
+        plain = self.generation.model_copy(update={"adapters": {}})
+        return {
+            name: AdaptedModel.model_construct(
+                self.model_fields_set,
+                **{
+                    **dict(self),
+                    "name": name,
+                    "aliases": (),
+                    "canary": None,
+                    "generation": plain,
+                    "base": self.name,
+                    "adapter": adapter,
+                },
+            )
+            for name, adapter in self.generation.adapters.items()
+        }
+
+    def find_adapted(self, name: str) -> Model:
+        """Returns the model that a job for this model's workers requests.
+
+        Args:
+            name: this model's name, or one of its adapters'.
+
+        Raises:
+            UnknownModel: it is neither.
+        """
+        if name == self.name:
+            return self
+        if name not in self.adapted:
+            raise unknown_model(name)
+        return self.adapted[name]
+
     def as_canary(self) -> Revision | None:
         """Returns the revision that receives a share of the requests.
 
@@ -195,6 +247,8 @@ class Model(CatalogEntry):
             "revision": canary.revision,
             "source": canary.source or self.source,
             "replicas": canary.replicas,
+            # Adapters belong to the model's own revision.
+            "generation": self.generation.model_copy(update={"adapters": {}}),
         }
         return Revision.model_construct(self.model_fields_set, **{**dict(self), **update})
 
@@ -242,6 +296,21 @@ class Revision(Model):
 
     canary: Canary
     """The canary's share, and the limits it must stay within to keep that share."""
+
+
+class AdaptedModel(Model):
+    """A text model with one of its adapters.
+
+    Callers request it like any other model. It shares its model's topic, workers, and terms.
+    """
+
+    base: str
+    """The model's name."""
+    adapter: TextAdapter
+
+    @property
+    def deployed_name(self) -> str:
+        return self.base
 
 
 class Flow(Model):
@@ -355,8 +424,9 @@ class Catalog:
 
     @property
     def served(self) -> tuple[Model, ...]:
-        """Everything callers can request: models and flows."""
-        return (*self.models, *self.flows)
+        """Everything callers can request: models, models with an adapter, and flows."""
+        adapted = [model for base in self.models for model in base.adapted.values()]
+        return (*self.models, *adapted, *self.flows)
 
     @property
     def worker_groups(self) -> tuple[WorkerGroup, ...]:
@@ -395,6 +465,11 @@ class Catalog:
         """
         model = self._by_name.get(name)
         return None if model is None else model.definition.step_schema(model)
+
+    def find_deployed_name(self, name: str) -> str:
+        """Returns the name of the model whose workers serve `name`, which jobs use."""
+        model = self._by_name.get(name)
+        return name if model is None else model.deployed_name
 
     def find_deployed(self, name: str) -> Model:
         """Returns the model that jobs and workers call `name`: either a catalog model or a canary.

@@ -47,7 +47,9 @@ def read_catalog(path: Path) -> Catalog:
             check_steps(model, catalog.step_schema)
     flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
     nodes = [*entries, *of_flows, *of_workers]
-    names = [(entry.name, *entry.aliases) for entry in (*models, *flows)]
+    names = [(model.name, *model.aliases, *model.generation.adapters) for model in models] + [
+        (flow.name, *flow.aliases) for flow in flows
+    ]
     names += [(worker.name,) for worker in workers]
     _check_names(path, names, nodes)
     deployed = [

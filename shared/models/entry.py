@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AwareDatetime,
@@ -310,6 +310,29 @@ class ModelResources(EntryPart):
     """
 
 
+MAX_TEXT_ADAPTERS = 64
+"""Maximum number of LoRA adapters per text model. All of them are loaded when the engine starts."""
+
+ServedName = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class TextAdapter(EntryPart):
+    """A low-rank change (LoRA) to a text model's weights, requested by a separate model name."""
+
+    source: Source
+    """Same kinds of sources as for models.
+
+    With llama.cpp, this is a GGUF file. With vLLM, it is a folder saved by PEFT, with
+    adapter_config.json and adapter_model.safetensors.
+    """
+    revision: Revision = "main"
+
+    @property
+    def version(self) -> str:
+        """The weights' location, which identifies them in cache keys."""
+        return f"{self.source}@{self.revision}"
+
+
 class Generation(EntryPart):
     """Defaults and limits for a text model's parameters, in tokens."""
 
@@ -325,6 +348,8 @@ class Generation(EntryPart):
     """Maximum number of tokens to guess at once from earlier text, if only one text is being
     generated.
     """
+    adapters: dict[ServedName, TextAdapter] = Field({}, max_length=MAX_TEXT_ADAPTERS)
+    """Adapters, keyed by the name under which requests use them in place of the model's."""
 
     @model_validator(mode="after")
     def _fits_the_context(self) -> Self:
@@ -532,6 +557,8 @@ class CatalogEntry(EntryPart):
         for kind, beside in (("", self.image.controls), ("ip_adapter ", self.image.ip_adapters)):
             for name, companion in beside.items():
                 own[f"{self.name} {kind}{name}"] = (companion.source, companion.revision)
+        for name, adapter in self.generation.adapters.items():
+            own[f"{self.name} adapter {name}"] = (adapter.source, adapter.revision)
         return own
 
     @property

@@ -13,6 +13,12 @@ Source = Annotated[str, Field(pattern=r"^(hf:|gs://|local:|package:).+")]
 """The location of weights."""
 
 
+def hub_repository(source: str) -> str:
+    """Returns ORG/NAME in `hf:ORG/NAME` or `hf:ORG/NAME/FILE`. Empty if it's not on the Hub."""
+    kind, _, place = source.partition(":")
+    return "/".join(place.split("/")[:2]) if kind == "hf" else ""
+
+
 def check_quoted(noun: str, value: object) -> object:
     """Rejects a value that YAML may have parsed as a number.
 

@@ -28,7 +28,7 @@ from prometheus_client import Counter, Gauge
 
 from shared.errors import MALFORMED, BadInput
 from shared.messages import Receipt
-from shared.models.catalog import Model
+from shared.models.catalog import AdaptedModel, Model
 from shared.models.tasks import Input, Result
 from shared.money.charge import SHARED
 from shared.stores.redis_client import KEY_PREFIX, Call, RedisLink, RedisStore, RoundTrip, unwrap
@@ -137,7 +137,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 def cache_keys(model: Model, inputs: Iterable[Input], tenant: str, purges: int = 0) -> list[str]:
     """Returns the keys for the results of `inputs` on `model`: 256-bit BLAKE2b (RFC 7693) in hex.
 
-    A key covers everything that affects the output: the model's name, revision, source,
+    A key covers everything that affects the output: the model's name, revision, source, adapter,
     precision, tolerance, width, and shortcuts, and all fields of the input. A source image is
     identified by the digest of its data, or by its object_key if the digest is unknown. Therefore,
     compute the key before moving the data to the object store.
@@ -163,6 +163,7 @@ def cache_keys(model: Model, inputs: Iterable[Input], tenant: str, purges: int =
         model.result_tolerance,
         model.dimensions,
         *model.image.shortcuts,
+        *([model.adapter.version] if isinstance(model, AdaptedModel) else ()),
     )
     # The array (KEY_SCHEME, owner, which, form), or with `purges` at its end. In MessagePack, a
     # short array is one byte with its length, and then its elements.

@@ -155,7 +155,7 @@ class LiveWithdrawals:
     def is_withdrawn(self, model: Model) -> bool:
         """Returns whether this revision of a model is withdrawn."""
         known = self._known.withdrawn
-        return bool(known) and revision_id(model.public_name, model.revision) in known
+        return bool(known) and revision_id(model.entry_name, model.revision) in known
 
     def check(self, model: Model) -> None:
         """Rejects a model whose revision is withdrawn."""
@@ -168,7 +168,7 @@ class LiveWithdrawals:
         Results cached before the last withdrawal are not read.
         """
         known = self._known.purges
-        return known.get(revision_id(model.public_name, model.revision), 0) if known else 0
+        return known.get(revision_id(model.entry_name, model.revision), 0) if known else 0
 
     async def refresh(self) -> None:
         try:

@@ -274,14 +274,16 @@ class Completion:
 
     async def finish(self, pulled: PulledJob) -> None:
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
-        if self.canary is not None:
-            self.canary.count(pulled, outcomes)
+        # Canaries don't serve adapters, so texts with one are not compared.
+        canary = self.canary if pulled.envelope.model == self.model.name else None
+        if canary is not None:
+            canary.count(pulled, outcomes)
             for outcome in outcomes:
                 outcome.receipt.revision = self.model.revision
         if self.forwarding is not None and self.forwarding.wants(outcomes):
             await self.forwarding.forward(pulled, "failed")
             return
-        record_spans(pulled, self.model, self.worker.device)
+        record_spans(pulled, self.model.find_adapted(pulled.envelope.model), self.worker.device)
         try:
             # Done together, because the store may be far away.
             outcomes = await asyncio.gather(
@@ -295,8 +297,8 @@ class Completion:
             self.give_up(pulled, error)
             return
         self.write_rows([(pulled, answered)])
-        if self.canary is not None:
-            await self.canary.compare(pulled, answered.outcomes)
+        if canary is not None:
+            await canary.compare(pulled, answered.outcomes)
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
         """Publishes the reply in the record, or `recorded` if it is the same."""
@@ -403,7 +405,8 @@ class Completion:
             replied_at_s = answered.replied_at_s or time.time()
             outcomes = outcomes_by_item(pulled.items, answered)
             counts.update((outcome.status, outcome.receipt.cache) for outcome in outcomes)
-            rows += rows_for(self.model, self.worker, pulled.envelope, outcomes, replied_at_s)
+            model = self.model.find_adapted(pulled.envelope.model)
+            rows += rows_for(model, self.worker, pulled.envelope, outcomes, replied_at_s)
         for labels, count in counts.items():
             metrics.ITEMS.labels(*labels).inc(count)
 

@@ -36,7 +36,7 @@ from workers.jobs.completion import Completion
 from workers.jobs.deadlines import Clock, Deadlines, SystemClock
 from workers.jobs.items import Arrived, BatchResults, ModelQueue, TokenOutput
 from workers.jobs.preprocessor import Preprocessor
-from workers.models.base import Preparer, WithoutModel
+from workers.models.base import Prepared, PreparedPrompt, Preparer, WithoutModel
 from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, PulledJob, QueuedItem
 from workers.tasks import WORKER_TASKS
 
@@ -229,10 +229,7 @@ class JobConsumer:
         now_s = time.time()
         try:
             job = decode_job(message.data, message.attributes)
-            if job.envelope.model != self.model.name:
-                raise UndecodableMessage(
-                    f"the job is for the model {job.envelope.model!r}", field="model"
-                )
+            self._check_model(job.envelope.model)
             if job.envelope.flow and not self._completion.has_flows:
                 raise UndecodableMessage("this worker does not run flow steps", field="flow")
         except UndecodableMessage as error:
@@ -246,11 +243,16 @@ class JobConsumer:
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)
             if self._withdrawals.is_withdrawn(self.model):
-                self.cancellation.fail([pulled], withdrawn_error(self.model))
+                model = self.model.find_adapted(pulled.envelope.model)
+                self.cancellation.fail([pulled], withdrawn_error(model))
             return None if pulled.is_over or self._is_forwarded(pulled) else pulled
         for item in pulled.items:
             self._completion.settle(pulled, pulled.expired(item.index))
         return None
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model.name and name not in self.model.adapted:
+            raise UndecodableMessage(f"the job is for the model {name!r}", field="model")
 
     def _end_withdrawn(self) -> None:
         """Fails all jobs, including running ones, if the model has been withdrawn."""
@@ -314,6 +316,11 @@ class JobConsumer:
             return 1
         return item.input.estimate_work(self.model)
 
+    def _choose_adapter(self, pulled: PulledJob, ready: Prepared) -> None:
+        """Makes a text use the adapter that its job names instead of the model."""
+        if isinstance(ready, PreparedPrompt) and pulled.envelope.model != self.model.name:
+            ready.adapter = pulled.envelope.model
+
     async def _enqueue_part(
         self, missing: list[tuple[PulledJob, Item]], suspects: list[PulledJob]
     ) -> None:
@@ -332,5 +339,6 @@ class JobConsumer:
             elif isinstance(ready, WithoutModel):  # no model is needed
                 self._completion.settle(pulled, pulled.without_model(item, ready))
             else:
+                self._choose_adapter(pulled, ready)
                 arrived.append((pulled, item, ready, before))
         self.queue.add(arrived, time.time())

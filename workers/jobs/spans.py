@@ -21,7 +21,7 @@ def record_spans(pulled: PulledJob, model: Model, device: str) -> None:
     """Records the spans of a job whose items all have outcomes, if its trace is sampled."""
     if pulled.runs is None:
         return
-    _record_queue(pulled, model.name)
+    _record_queue(pulled, model.deployed_name)
     batches = dict[int, list[ItemRun]]()
     for run in pulled.runs:
         batches.setdefault(id(run.computed.batch), []).append(run)

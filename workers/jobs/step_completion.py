@@ -79,7 +79,7 @@ class StepCompletion(Completion):
             await super().finish(pulled)
             return
         outcomes = [pulled.outcomes[item.index] for item in pulled.items]
-        record_spans(pulled, self.model, self.worker.device)
+        record_spans(pulled, self.model.find_adapted(pulled.envelope.model), self.worker.device)
         planned = []
         try:
             outcomes = await asyncio.gather(

@@ -132,7 +132,8 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     meaning as in GenerationInput.
 
     `owner`: only prompts with the same owner share the keys and values of identical prefixes,
-    because `cached_tokens` reveals sharing. If it is empty, nothing is shared.
+    because `cached_tokens` reveals sharing. If it is empty, nothing is shared. `adapter`: name of
+    the adapter to use. Empty for the model itself.
     """
 
     ids: bytes
@@ -154,10 +155,16 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     schema_field: str = RESPONSE_FORMAT
     is_streamed: bool = False
     owner: str = ""
+    adapter: str = ""
     written_ids: bytes = b""
     written_cached_tokens: int = 0
     written_text: str = ""
     written_logprobs: list[TokenLogprob] = []
+
+    @property
+    def cache_owner(self) -> str:
+        """Only prompts for which this is the same share keys and values. Empty if none may."""
+        return f"{self.owner}\0{self.adapter}" if self.owner and self.adapter else self.owner
 
 
 class PreparedFile(msgspec.Struct, array_like=True):

@@ -33,17 +33,25 @@ class GenerationWorker(WorkerTask):
     def prepares_on_thread(self, entry: Model) -> bool:
         return True
 
+    def provide(self, entry: Model, folder: Path) -> None:
+        """Downloads the adapters, and checks them before the engine starts."""
+        from workers.models.engines.adapters import find_adapters
+
+        find_adapters(entry)
+
     def has_own_process(self, entry: Model) -> bool:
         return entry.engine != "auto"
 
     def start_own_process(
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
     ) -> StartClient:
+        from workers.models.engines.adapters import find_adapters
         from workers.models.engines.client import EngineClient
         from workers.models.engines.dialect import Hardware
 
         hardware = Hardware(resources.device, resources.threads, resources.memory_fraction)
-        return partial(EngineClient.start, entry, _load_vocabulary(folder), hardware, timeout_s)
+        vocabulary, adapters = _load_vocabulary(folder), find_adapters(entry)
+        return partial(EngineClient.start, entry, vocabulary, adapters, hardware, timeout_s)
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
         """Returns a function only for llama.cpp, which reads the file itself."""

@@ -203,7 +203,7 @@ def _models(names: Sequence[str]) -> list[str]:
     catalog = read_catalog(read_settings(Settings).models_file)
     if not names:
         return [model.name for model in catalog.deployed]
-    return [catalog.find_deployed(name).name for name in names]
+    return [catalog.find_deployed(name).deployed_name for name in names]
 
 
 def _run(

@@ -305,6 +305,7 @@ class GenerationTask(Task):
             raise ValueError(f"{self.noun} requires the torch backend, or auto")
         if entry.engine != "auto":
             self._check_engine(entry)
+        self._check_adapters(entry)
         if entry.batch.max_tokens is None:
             raise ValueError(f"{self.noun} requires batch.max_tokens")
         if entry.batch.max_tokens < entry.generation.context_tokens:
@@ -327,6 +328,18 @@ class GenerationTask(Task):
             raise ValueError(
                 f"generation.lookup_tokens: is not supported by engine {entry.engine}; omit it"
             )
+
+    def _check_adapters(self, entry: CatalogEntry) -> None:
+        is_file = entry.engine == "llama.cpp"
+        for name, adapter in entry.generation.adapters.items():
+            where = f"generation.adapters.{name}"
+            if entry.engine == "auto":
+                raise ValueError(f"{where}: requires engine llama.cpp or vllm")
+            if name == entry.name:
+                raise ValueError(f"{where}: the model already has this name")
+            if adapter.source.endswith(".gguf") != is_file:
+                wanted = "a GGUF file" if is_file else "a folder saved by PEFT, not a GGUF file"
+                raise ValueError(f"{where}.source: engine {entry.engine} requires {wanted}")
 
     def budget(self, entry: CatalogEntry) -> int:
         """Returns the number of tokens whose keys and values are kept at once."""

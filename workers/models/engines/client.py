@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
@@ -46,12 +47,17 @@ class EngineClient:
     """A ProcessClient for an engine; the engine is restarted after being evicted."""
 
     def __init__(
-        self, entry: Model, vocabulary: Vocabulary, hardware: Hardware, timeout_s: float
+        self,
+        entry: Model,
+        vocabulary: Vocabulary,
+        adapters: Mapping[str, Path],
+        hardware: Hardware,
+        timeout_s: float,
     ) -> None:
         self._entry = entry
         self._hardware = hardware
         self._timeout_s = timeout_s
-        self._dialect = _DIALECTS[entry.engine](entry, vocabulary)
+        self._dialect = _DIALECTS[entry.engine](entry, vocabulary, adapters)
         self._device_name = gpu_name(hardware.device)
         self._room = StepRoom(entry)
         self._turn = asyncio.Semaphore(1)
@@ -70,17 +76,21 @@ class EngineClient:
         cls,
         entry: Model,
         vocabulary: Vocabulary,
+        adapters: Mapping[str, Path],
         hardware: Hardware,
         timeout_s: float,
         make_room: MakeRoom,
     ) -> Self:
         """Starts a model's engine and waits until it has generated its first token.
 
+        Args:
+            adapters: each adapter's file or folder, by name.
+
         Raises:
             ConfigurationError: the engine can't run this model.
             ModelFailed: the engine was not ready in time.
         """
-        client = cls(entry, vocabulary, hardware, timeout_s)
+        client = cls(entry, vocabulary, adapters, hardware, timeout_s)
         try:
             load_s, warmup_s = await client._open()
         except BaseException:

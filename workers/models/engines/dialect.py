@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -114,11 +115,23 @@ class EngineDialect(ABC):
 
     Requests contain only token IDs, and set every sampling field, because the defaults are not
     neutral.
+
+    Args:
+        adapters: each adapter's file or folder, by name.
     """
 
-    def __init__(self, entry: Model, vocabulary: Vocabulary) -> None:
+    mixes_adapters: ClassVar[bool]
+    """True if the engine computes texts with different adapters together."""
+
+    def __init__(
+        self,
+        entry: Model,
+        vocabulary: Vocabulary,
+        adapters: Mapping[str, Path] = MappingProxyType({}),
+    ) -> None:
         self.entry = entry
         self.vocabulary = vocabulary
+        self.adapters = adapters
 
     @property
     def folder(self) -> Path:

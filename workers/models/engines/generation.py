@@ -11,7 +11,7 @@ enforce the schema. In these texts, each token is chosen from the tokens that th
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,13 @@ from shared.models.tasks import Result
 from shared.models.tasks.text import TokenChunk
 from workers.models.base import PreparedPrompt
 from workers.models.engines.dialect import EngineDialect, EngineRequest, Post, Reply, TakeReplies
-from workers.models.engines.slots import EngineSlots, ReadingPermit, ReadingPermits
+from workers.models.engines.slots import (
+    AdapterPermit,
+    AdapterPermits,
+    EngineSlots,
+    ReadingPermit,
+    ReadingPermits,
+)
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
 
@@ -30,6 +36,8 @@ PIECE_TOKENS = 8
 """Number of tokens to write per request if the engine chooses from all tokens."""
 OnWork = Callable[[int, int, int], None]
 """Called as on_work(slot, tokens, steps) when an item's tokens have been read or written."""
+Renew = Callable[[], Awaitable[None]]
+"""Waits until the text's adapter may be used."""
 
 
 class EngineGeneration:
@@ -51,7 +59,10 @@ class EngineGeneration:
         self._unread = 0
         """Number of prompt tokens that are reported together with the first written tokens."""
         self.is_waiting = True
-        """True while the text waits for a slot, or for its turn to have its prompt read."""
+        """True while the text waits for a slot, for its turn to have its prompt read, or for its
+        adapter's turn.
+        """
+        self._adapter_permit: AdapterPermit | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -88,6 +99,7 @@ class EngineGeneration:
         post: Post,
         slots: EngineSlots,
         permits: ReadingPermits,
+        adapter_permits: AdapterPermits,
         part_tokens: int,
         on_work: OnWork,
     ) -> None:
@@ -96,19 +108,23 @@ class EngineGeneration:
         Args:
             post: sends a request to the engine.
             slots: the engine's slots, one of which is free.
+            adapter_permits: limits which adapter is used at a time.
             part_tokens: number of prompt tokens to read at a time.
             on_work: called after each part is read, and after each token.
         """
         ids = self.ids
-        place, known = slots.take(self.item.owner, ids)
+        place, known = slots.take(self.item.cache_owner, ids)
+        adapter = "" if dialect.mixes_adapters else self.item.adapter
+        renew = partial(self._renew_permit, adapter_permits, adapter)
         computed: Sequence[int] = ()
         permit: ReadingPermit | None = None
         try:
-            salt = self.item.owner or secrets.token_hex()
+            salt = self.item.cache_owner or secrets.token_hex()
             request = EngineRequest(ids, place.number, salt, keeps=bool(known))
             while True:
                 is_last = len(ids) - known <= part_tokens
                 end = len(ids) if is_last else known + part_tokens
+                await renew()
                 self.is_waiting = True
                 permit = await permits.begin(self.item.owner, end - known)
                 self.is_waiting = False
@@ -117,14 +133,32 @@ class EngineGeneration:
                 reply = await dialect.ask(post, self.item, replace(request, ids=ids[:end]))
                 permit.end()
                 self._note_prompt(reply)
+                self._count_in_permit(end - known)
                 on_work(self.slot, end - known, 1)
                 known, request, computed = end, replace(request, keeps=True), ids[:end]
-            await self._write(dialect, post, request, permit, len(ids) - known, on_work)
+            self._unread = len(ids) - known
+            await self._write(dialect, post, request, permit, renew, on_work)
             computed = self.ids[:-1]
         finally:
             if permit is not None:
                 permit.end()
+            if self._adapter_permit is not None:
+                self._adapter_permit.end()
             slots.free(place, computed)
+
+    async def _renew_permit(self, adapter_permits: AdapterPermits, adapter: str) -> None:
+        """Waits for the adapter's turn, unless the text still has it."""
+        if self._adapter_permit is not None:
+            if not self._adapter_permit.is_used_up:
+                return
+            self._adapter_permit.end()
+        self.is_waiting = True
+        self._adapter_permit = await adapter_permits.begin(self.item.owner, adapter)
+        self.is_waiting = False
+
+    def _count_in_permit(self, tokens: int) -> None:
+        if self._adapter_permit is not None:
+            self._adapter_permit.tokens += tokens
 
     async def _write(
         self,
@@ -132,12 +166,12 @@ class EngineGeneration:
         post: Post,
         request: EngineRequest,
         permit: ReadingPermit,
-        unread: int,
+        renew: Renew,
         on_work: OnWork,
     ) -> None:
-        self._unread = unread
         take = partial(self._take_together, permit, on_work)
         while self.writing.finish is None:
+            await renew()
             counts, known = self._cached_tokens is None, len(self.writing.ids)
             request = replace(request, ids=self.ids, counts=counts, echoes=self._must_echo)
             if self._must_go_in_pieces() or not dialect.can_stream(
@@ -205,13 +239,14 @@ class EngineGeneration:
         if not steps:
             return False
         permit.end()
+        self._count_in_permit(tokens)
         on_work(self.slot, tokens, steps)
         self._unread = 0
         for reply in replies:
             self._take(reply)
             if self.writing.finish is not None or self._must_go_in_pieces():
                 return True
-        return False
+        return self._adapter_permit is not None and self._adapter_permit.is_used_up
 
     def _take(self, reply: Reply) -> None:
         """Processes written tokens.

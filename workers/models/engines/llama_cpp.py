@@ -81,9 +81,12 @@ _SAFE_LINES = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.
 class LlamaCpp(EngineDialect):
     """llama.cpp's server, from the `xllamacpp` wheel."""
 
+    mixes_adapters = False
+
     def launch(self, hardware: Hardware) -> Launch:
+        adapters = [str(path) for path in self.adapters.values()]
         return Launch(
-            settings_of(self.entry, self.folder, hardware.threads),
+            settings_of(self.entry, self.folder, hardware.threads) | {"adapters": adapters},
             context_path="/props",
             context_keys=("default_generation_settings", "n_ctx"),
             safe_lines=_SAFE_LINES,
@@ -100,7 +103,7 @@ class LlamaCpp(EngineDialect):
         return item.logprobs < 0 and not penalizes and not is_begun
 
     async def ask(self, post: Post, item: PreparedPrompt, request: EngineRequest) -> Reply:
-        answer = await _ask(post, request_of(item, request))
+        answer = await _ask(post, self._request_of(item, request))
         reply = Reply(answer.tokens, cached_tokens=answer.cached_tokens, has_ended=answer.has_ended)
         if item.logprobs >= 0 and request.tokens:
             await self._add_chances(post, item, request, answer, reply)
@@ -123,7 +126,7 @@ class LlamaCpp(EngineDialect):
                 is_whole = answer.stop
             return take(replies)
 
-        async with post(PATH, request_of(item, request, streams=True)) as response:
+        async with post(PATH, self._request_of(item, request, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
             has_enough = await follow_events(response, take_events)
@@ -177,13 +180,23 @@ class LlamaCpp(EngineDialect):
         bias = {self.vocabulary.plain_token: _FORCING}
         forced = replace(request, tokens=1, keeps=True, bias=bias, allowed=None)
         for count in (_LOOKED_UP, self.vocabulary.size):
-            answer = await _ask(post, request_of(item, forced) | {"n_probs": count})
+            answer = await _ask(post, self._request_of(item, forced) | {"n_probs": count})
             best = answer.completion_probabilities[0].top_logprobs
             for candidate in best:
                 if candidate.id == token:
                     top = best[: max(1, item.logprobs)]
                     return Chosen(id=token, logprob=candidate.logprob, top_logprobs=top).row()
         raise ModelFailed(NO_NUMBERS)
+
+    def _request_of(
+        self, item: PreparedPrompt, request: EngineRequest, *, streams: bool = False
+    ) -> dict[str, Any]:
+        """Returns a request's body. Always sets all adapters, because the defaults are not 0."""
+        scales = [
+            {"id": number, "scale": float(name == item.adapter)}
+            for number, name in enumerate(self.adapters)
+        ]
+        return request_of(item, request, streams=streams) | {"lora": scales}
 
 
 async def _ask(post: Post, body: Mapping[str, Any]) -> Answer:
@@ -239,7 +252,7 @@ def weights_in(folder: Path) -> Path:
 def request_of(
     item: PreparedPrompt, request: EngineRequest, *, streams: bool = False
 ) -> dict[str, Any]:
-    """Returns a request's body. Only a stream follows the item's schema."""
+    """Returns a request's body, without adapters. Only a stream follows the item's schema."""
     # The random numbers used for earlier tokens are not reused.
     seed = np.random.SeedSequence((item.seed % 2**64, len(request.ids))).generate_state(1)[0]
     return {

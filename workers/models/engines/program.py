@@ -73,6 +73,11 @@ def _serve_llama_cpp(settings: dict[str, Any]) -> Any:
     params.n_ctx, params.kv_unified = settings["cache_tokens"], settings["shares_cache"]
     params.n_batch = params.n_ubatch = settings["batch_tokens"]
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+    # Otherwise, a request that names none of the adapters would use all of them.
+    params.lora_init_without_apply = True
+    params.lora_adapters = [
+        xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in settings["adapters"]
+    ]
     params.cache_ram_mib, params.cache_idle_slots = 0, False
     params.ctx_shift = params.fit_params = params.ui = False
     params.verbosity = _QUIET

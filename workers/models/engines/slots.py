@@ -1,9 +1,9 @@
-"""An engine's slots, and the turns that owners take to have their prompts read in parts.
+"""An engine's slots, and the turns that owners and adapters take.
 
 An engine keeps the keys and values of the most recent text in each slot. A generation gets its
 owner's free slot whose text shares the longest prefix with it. A slot last used by a different
 owner starts empty, because otherwise the time that a prompt takes would reveal other owners'
-prompts.
+prompts. The same tenant's texts with different adapters count as different owners' texts here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+TURN_TOKENS = 16
+"""Number of tokens that a text may process before texts with other adapters get their turn."""
 
 
 @dataclass
@@ -129,3 +132,86 @@ class ReadingPermits:
             first.ready.set()
         if not self._reading:
             self._last.clear()
+
+
+@dataclass(eq=False)
+class AdapterPermit:
+    """A text that is waiting for its adapter's turn, or may run.
+
+    `tokens`: number of tokens read and written with this permit.
+    """
+
+    permits: AdapterPermits
+    owner: str
+    adapter: str
+    tokens: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: bool = False
+
+    @property
+    def is_used_up(self) -> bool:
+        """True if the text must let others run. If there are no others, it never is."""
+        return self.is_over or (self.tokens >= TURN_TOKENS and self.permits.are_others_waiting)
+
+    def end(self) -> None:
+        """Lets others run. Calling it again does nothing."""
+        if not self.is_over:
+            self.is_over = True
+            self.permits.end(self)
+
+
+class AdapterPermits:
+    """Lets texts with the same adapter run together, while those with others wait for their turn.
+
+    Left to itself, llama.cpp would compute texts with other adapters only after the first text has
+    ended, because it computes only texts with the same adapter together.
+    """
+
+    def __init__(self) -> None:
+        self._adapter = ""
+        self._running = 0
+        self._waiting: list[AdapterPermit] = []
+        self._last: dict[str, int] = {}
+        """When each owner's texts last ran, as a count of turns."""
+
+    @property
+    def are_others_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    async def begin(self, owner: str, adapter: str) -> AdapterPermit:
+        """Waits until a text with this adapter may run."""
+        permit = AdapterPermit(self, owner, adapter)
+        self._waiting.append(permit)
+        self._admit()
+        try:
+            await permit.ready.wait()
+        except asyncio.CancelledError:
+            permit.end()
+            raise
+        return permit
+
+    def end(self, permit: AdapterPermit) -> None:
+        """Records that a text has had its turn or no longer needs it."""
+        if permit in self._waiting:
+            self._waiting.remove(permit)
+        else:
+            self._running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Starts all waiting texts with the adapter whose turn it is."""
+        if not self._waiting:
+            if not self._running:
+                self._last.clear()
+            return
+        if not self._running:
+            first = min(self._waiting, key=lambda permit: self._last.get(permit.owner, 0))
+            self._adapter = first.adapter
+            self._last[first.owner] = max(self._last.values(), default=0) + 1
+        elif any(permit.adapter != self._adapter for permit in self._waiting):
+            return
+        ready = [permit for permit in self._waiting if permit.adapter == self._adapter]
+        for permit in ready:
+            self._waiting.remove(permit)
+            self._running += 1
+            permit.ready.set()

@@ -14,7 +14,7 @@ from workers.models.client import ModelProcessDied, OnStepMessage
 from workers.models.engines.dialect import EngineDialect
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.process import EngineProcess
-from workers.models.engines.slots import EngineSlots, ReadingPermits
+from workers.models.engines.slots import AdapterPermits, EngineSlots, ReadingPermits
 from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMessage
 from workers.models.step_shares import StepRoom, StepShares
 
@@ -51,6 +51,7 @@ class Engine:
         self.shares_with_all = shares_with_all
         self.slots = EngineSlots(slots)
         self.permits = ReadingPermits(part_tokens)
+        self.adapter_permits = AdapterPermits()
         self.places = asyncio.Semaphore(slots)
         self.loaded_at_s = time.time()
 
@@ -62,6 +63,7 @@ class Engine:
                 self.process.post,
                 self.slots,
                 self.permits,
+                self.adapter_permits,
                 self.part_tokens,
                 run.note_work,
             )
@@ -109,6 +111,7 @@ class EngineSteps:
         """
         self.admit(batch)
         try:
+            await asyncio.sleep(0)  # items that can't be admitted are reported
             while self._items:
                 self._changed.clear()
                 if self._fault is not None:
@@ -161,13 +164,16 @@ class EngineSteps:
             raise ModelFailed(f"a text model can't process {type(item).__name__}")
         if self._engine.shares_with_all:
             item.owner = "*"
+        dialect = self._engine.dialect
+        if item.adapter and item.adapter not in dialect.adapters:
+            raise ModelFailed(f"the engine has no adapter {item.adapter!r}; this is a bug")
         # A request's additional choices cost the same as if they shared the prompt's slot.
         is_read = any(
-            running.item.owner == item.owner and running.item.ids == item.ids
+            running.item.cache_owner == item.cache_owner and running.item.ids == item.ids
             for running in self._items.values()
-            if item.owner
+            if item.cache_owner
         )
-        generation = EngineGeneration(slot, item, self._engine.dialect.vocabulary)
+        generation = EngineGeneration(slot, item, dialect.vocabulary)
         if is_read:
             generation.share_prompt()
         return generation

@@ -13,7 +13,9 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ import numpy as np
 from shared.errors import MALFORMED, BadInput, ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
+from workers.models.engines.adapters import RANKS, read_rank
 from workers.models.engines.dialect import (
     CUT,
     Chances,
@@ -78,6 +81,8 @@ _SAFE_LINES = re.compile(
 class Vllm(EngineDialect):
     """The server that `vllm serve` starts."""
 
+    mixes_adapters = True
+
     def launch(self, hardware: Hardware) -> Launch:
         command = shutil.which(COMMAND)
         if command is None:
@@ -88,6 +93,8 @@ class Vllm(EngineDialect):
             )
         is_cpu = hardware.device == "cpu"
         options = _options(self.entry, hardware.memory_fraction)
+        items = self.entry.batch.max_items
+        options |= _options_of_adapters(self.adapters, items, is_cpu=is_cpu)
         environment = _ENVIRONMENT
         if is_cpu:
             options |= _options_of_cpu(self.vocabulary.config, count_blocks(self.entry))
@@ -175,6 +182,8 @@ class Vllm(EngineDialect):
         allowed = None if request.allowed is None else np.flatnonzero(request.allowed).tolist()
         return {
             **_NEUTRAL,
+            # None selects the model without adapters.
+            "model": item.adapter or None,
             "prompt": request.ids,
             "cache_salt": hashlib.blake2b(request.salt.encode(), digest_size=32).hexdigest(),
             "max_tokens": max(1, request.tokens),
@@ -218,6 +227,29 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
     }
 
 
+def _options_of_adapters(
+    adapters: Mapping[str, Path], items: int, *, is_cpu: bool
+) -> dict[str, Any]:
+    """Returns options with room for a different adapter in each concurrent text.
+
+    On a CPU, texts without an adapter use the last slot if they are computed together with others
+    (https://github.com/vllm-project/vllm/pull/48421), so one slot more than there are adapters
+    leaves it empty.
+    """
+    if not adapters:
+        return {}
+    rank = max(map(read_rank, adapters.values()))
+    modules = [{"name": name, "path": str(path)} for name, path in adapters.items()]
+    slots = len(adapters) + 1 if is_cpu else min(len(adapters), items)
+    return {
+        "enable-lora": True,
+        "lora-modules": list(map(json.dumps, modules)),
+        "max-lora-rank": next(size for size in RANKS if size >= rank),
+        "max-loras": slots,
+        "max-cpu-loras": max(len(adapters), slots),
+    }
+
+
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Returns options with the size of the keys and values in fp32, the maximum.
 
@@ -235,6 +267,8 @@ def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
 def _argument(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
+    if isinstance(value, list):
+        return [f"--{name}", *value]
     return [f"--{name}", str(value)]
 
 

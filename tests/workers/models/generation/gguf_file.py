@@ -38,7 +38,7 @@ def write_gguf(folder: Path, context_tokens: int = 8192) -> Path:
     writer.add_vocab_size(config["vocab_size"])
     _add_tokenizer(writer, folder)
     for name, weights in load_file(folder / "model.safetensors").items():
-        writer.add_tensor(_name_of(name), _in_order(name, weights, heads, kv_heads))
+        writer.add_tensor(name_of(name), in_order(name, weights, heads, kv_heads))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -65,7 +65,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     writer.add_add_bos_token(False)
 
 
-def _name_of(name: str) -> str:
+def name_of(name: str) -> str:
     if name == "model.embed_tokens.weight":
         return "token_embd.weight"
     if name == "model.norm.weight":
@@ -76,7 +76,7 @@ def _name_of(name: str) -> str:
     return f"blk.{block}.{_NAMES[inner.removesuffix('.weight')]}.weight"
 
 
-def _in_order(
+def in_order(
     name: str, weights: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int, kv: int
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
     """Reorders queries and keys the way llama.cpp rotates them: as neighbors, not halves."""

@@ -258,7 +258,12 @@ async def test_an_engine_whose_restart_failed_is_started_again(
     (tmp_path / "starts").touch()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     client = await EngineClient.start(
-        tiny.entry(engine="vllm"), Vocabulary(folder), Hardware("cpu", 1), WAIT_LIMIT_S, no_room
+        tiny.entry(engine="vllm"),
+        Vocabulary(folder),
+        {},
+        Hardware("cpu", 1),
+        WAIT_LIMIT_S,
+        no_room,
     )
     serving, told = asyncio.create_task(client.serve(lambda: None)), Told()
     try:

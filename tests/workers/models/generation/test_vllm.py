@@ -43,7 +43,7 @@ from workers.models.engines import process, program
 from workers.models.engines.dialect import EngineRequest, Hardware, Launch
 from workers.models.engines.engine_http import TakePart
 from workers.models.engines.generation import EngineGeneration
-from workers.models.engines.slots import EngineSlots, ReadingPermits
+from workers.models.engines.slots import AdapterPermits, EngineSlots, ReadingPermits
 from workers.models.engines.vllm import COMMAND, Vllm
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
@@ -473,8 +473,8 @@ async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineG
     """Generates a text from a server's responses."""
     dialect = Vllm(entry(), Vocabulary(folder))
     text = EngineGeneration(0, item, dialect.vocabulary)
-    slots, permits = EngineSlots(1), ReadingPermits(1)
-    await text.compute(dialect, server.post, slots, permits, 1000, lambda *work: None)
+    held = EngineSlots(1), ReadingPermits(1), AdapterPermits()
+    await text.compute(dialect, server.post, *held, 1000, lambda *work: None)
     return text
 
 

@@ -148,5 +148,9 @@ def finish(model: SteppedModel, items: int) -> list[Any]:
     return [found[slot] for slot in sorted(found)]
 
 
+def text_of(folder: Path, ids: list[int]) -> str:
+    return b"".join(map(Vocabulary(folder).token_bytes, ids)).decode(errors="replace")
+
+
 def ids_of(folder: Path, text: str) -> list[int]:
     return Vocabulary(folder).tokenizer.encode(text, add_special_tokens=False).ids
