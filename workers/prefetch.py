@@ -17,16 +17,14 @@ from obstore.store import LocalStore, ObjectStore
 
 from shared.errors import ConfigurationError, Unavailable
 from shared.models.catalog import Catalog
+from shared.models.entry_fields import hub_repository
 from workers.models.source import (
     Copy,
     download_from_hub,
     folder_of,
     list_of,
     open_gcs_bucket,
-    repository_of,
 )
-
-HUB = "hf:"
 
 
 def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
@@ -63,17 +61,15 @@ def _choose_revisions(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str,
     models = [model for model in catalog.deployed if not names or model.public_name in requested]
     revisions: dict[tuple[str, str], list[str]] = {}
     for model in models:
-        of_hub = {
-            name: origin for name, origin in model.sources.items() if origin[0].startswith(HUB)
-        }
-        keys = [
-            (name, (source.removeprefix(HUB), revision))
-            for name, (source, revision) in of_hub.items()
-        ]
-        keys += [
-            (model.name, (repository_of(adapter.source)[0], adapter.revision))
+        origins = list(model.sources.items())
+        origins += [
+            (model.name, (adapter.source, adapter.revision))
             for adapter in model.image.adapters.values()
-            if adapter.source.startswith(HUB)
+        ]
+        keys = [
+            (name, (repository, revision))
+            for name, (source, revision) in origins
+            if (repository := hub_repository(source))
         ]
         for name, key in dict.fromkeys(keys):
             revisions.setdefault(key, []).append(name)

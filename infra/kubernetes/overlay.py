@@ -48,9 +48,9 @@ from shared.models.catalog import Catalog, Model, WorkerGroup
 from shared.models.catalog_file import inline_interfaces
 from shared.models.class_variables import SecretReference
 from shared.models.entry import DEFAULT_STARTUP_S, Gpu
+from shared.models.entry_fields import hub_repository
 from shared.models.kubernetes_names import slug
 
-HUB = "hf:"
 BUCKETS = "gcsfuse.csi.storage.gke.io"
 """Driver for volumes backed by buckets."""
 WEIGHTS_DIR = "/var/cache/penstock-weights"
@@ -118,10 +118,9 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
 def _repositories(model: Model) -> list[str]:
     """Returns Hub repositories for the model's weights, controls, adapters, and IP-Adapters."""
-    adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
     sources = [source for source, _ in model.sources.values()]
-    sources += ["/".join(parts[:2]) for parts in adapters]
-    return [source.removeprefix(HUB) for source in sources if source.startswith(HUB)]
+    sources += [adapter.source for adapter in model.image.adapters.values()]
+    return [repository for source in sources if (repository := hub_repository(source))]
 
 
 def _mount(repositories: Sequence[str], bucket: str, disk_mib: int) -> Weights:
@@ -351,8 +350,10 @@ def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) 
     steps.
     """
     names = {model.public_name for model in group.models}
-    flows = [flow for flow in catalog.flows if names & {model.name for model in flow.step_models}]
-    names |= {model.name for flow in flows for model in flow.step_models}
+    flows = [
+        flow for flow in catalog.flows if names & {model.entry_name for model in flow.step_models}
+    ]
+    names |= {model.entry_name for flow in flows for model in flow.step_models}
     entries = {"models": [entry for entry in document["models"] if entry["name"] in names]}
     if flows:
         of_flows = {flow.name for flow in flows}

@@ -266,7 +266,7 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
     sources = [source for model in catalog.deployed for source in model.sources.items()]
     for name, (source, _) in sources:
         kind, _, place = source.partition(":")
-        if kind == "local" and not Path(place).expanduser().is_dir():
+        if kind == "local" and not Path(place).expanduser().exists():
             facts = f"{name}: folder {place} does not exist"
             yield Diagnosis("model", facts, "add the model's files")
         if kind == "package" and importlib.util.find_spec(place.partition("/")[0]) is None:

@@ -243,6 +243,22 @@ def test_doctor_reaches_what_the_settings_name(
     assert "all-MiniLM-L6-v2" in reported.stdout
 
 
+def test_doctor_accepts_a_model_that_is_a_single_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    models = [
+        {"name": name, "task": "text", "source": source, "batch": {"max_tokens": 4096}}
+        for name, source in (
+            ("writer", f"local:{tmp_path}/model.gguf"),
+            ("missing", f"local:{tmp_path}/gone.gguf"),
+        )
+    ]
+    file = tmp_path / "models.yaml"
+    file.write_text(json.dumps({"models": models}))
+    reported = penstock("doctor", cwd=tmp_path, PENSTOCK_MODELS_FILE=str(file))
+    assert "writer: folder" not in reported.stdout
+    assert f"missing: folder {tmp_path}/gone.gguf does not exist" in reported.stdout
+
+
 def test_doctor_refuses_a_redis_that_evicts_records(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", tmp_path) as server:
         with redis.Redis.from_url(server.url) as client:

@@ -112,6 +112,22 @@ def test_repositories_of_adapters_are_copied_too(
             resolve_file(missing, "main", tmp_path / "cache", weights_dir=bucket)
 
 
+def test_repositories_of_gguf_files_and_text_adapters_are_copied(hub: Hub, tmp_path: Path) -> None:
+    catalog = """models:
+  - name: writer
+    task: text
+    engine: llama.cpp
+    source: hf:org/gated/model.gguf
+    batch: {max_tokens: 4096}
+    generation:
+      adapters:
+        law: {source: 'hf:org/gated/law.gguf'}
+"""
+    done = weights(hub, tmp_path, catalog=catalog)
+    names = "writer, writer adapter law"
+    assert done.stdout == f"{names}: org/gated@main: copied 3 files, 0 MB, commit {hub.commit}\n"
+
+
 def test_what_is_there_is_not_copied_again(hub: Hub, tmp_path: Path) -> None:
     weights(hub, tmp_path)
     hub.asked.clear()

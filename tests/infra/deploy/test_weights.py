@@ -93,6 +93,24 @@ def test_adapters_of_other_repositories_are_mounted_too(tmp_path: Path) -> None:
         assert path.is_relative_to(mounts(deployment)[name])
 
 
+def test_the_repositories_of_gguf_files_and_text_adapters_are_mounted(tmp_path: Path) -> None:
+    adapters = {"law": {"source": "hf:org/law/law.gguf", "revision": "1"}}
+    entry = {
+        "name": "writer",
+        "task": "text",
+        "engine": "llama.cpp",
+        "source": "hf:org/name/model.Q4_0.gguf",
+        "batch": {"max_tokens": 4096},
+        "generation": {"adapters": adapters},
+    }
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": [entry]}))
+    deployment = worker(render(tmp_path / "out", file, weights_bucket=BUCKET), "writer")
+    found = {name: path for name, path in mounts(deployment).items() if "weights" in name}
+    root = "/var/cache/penstock-weights/hub"
+    assert found == {"weights": f"{root}/org/name", "weights-1": f"{root}/org/law"}
+
+
 def test_copies_of_controls_and_ip_adapters_are_mounted_beside_that_of_their_model(
     tmp_path: Path,
 ) -> None:
