@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from infra.amounts import check_amount
+
 MAX_GIB = 20.0
 GIB = 1024**3
 
@@ -25,7 +27,10 @@ def restore(
         ),
     ] = False,
     max_gib: Annotated[
-        float, typer.Option(metavar="GIB", help="maximum GiB that the query may read")
+        float,
+        typer.Option(
+            metavar="GIB", callback=check_amount, help="maximum GiB that the query may read"
+        ),
     ] = MAX_GIB,
 ) -> None:
     """Restore the spent amounts from the rows in BigQuery after Redis has lost its counts.

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from infra.amounts import check_amount
 from infra.cli import keys
 from infra.cli.budgets import budgets
 from infra.cli.canaries.commands import canary
@@ -183,7 +184,11 @@ def up(
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="key of --tls-cert")] = "",
     startup_s: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="overrides startup_s of every model in the catalog"),
+        typer.Option(
+            metavar="SECONDS",
+            callback=check_amount,
+            help="overrides startup_s of every model in the catalog",
+        ),
     ] = 0,
 ) -> None:
     """Start the whole pipeline here and keep it up. Restarts processes that die."""
@@ -304,7 +309,9 @@ def provision(
     functions_url: Annotated[
         str, typer.Option(metavar="URL", help="push endpoint for dead letters and webhooks")
     ] = "",
-    wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
+    wait_s: Annotated[
+        float, typer.Option(min=0, callback=check_amount, help="seconds to wait for the servers")
+    ] = 120,
 ) -> None:
     """Create topics, subscriptions, and tables on embedded servers."""
     from infra.local.provision_servers import provision_servers

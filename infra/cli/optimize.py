@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from infra.amounts import check_amount
 from shared.errors import ConfigurationError, PenstockError
 
 VARIANTS = (
@@ -37,6 +38,7 @@ def optimize(
         float | None,
         typer.Option(
             metavar="X",
+            callback=check_amount,
             help="minimum cosine similarity (for images: PSNR in dB); overrides the catalog's",
         ),
     ] = None,

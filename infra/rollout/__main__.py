@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+import msgspec
+
 from infra.rollout.google import GoogleClient, default_credentials
 from infra.rollout.judge import CanaryJudge
 from infra.rollout.rollout import Rollout, smoke
 from infra.rollout.service import CloudRunService
-from shared.errors import ConfigurationError, PenstockError
+from shared.errors import MALFORMED, ConfigurationError, PenstockError
 from shared.models.catalog_file import read_catalog
 
 
@@ -71,9 +73,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steps", type=_steps, default="5,25,50,100", help="percent (default: %(default)s)"
     )
-    parser.add_argument("--watch-s", type=float, default=360.0, help="how long to watch each step")
     parser.add_argument(
-        "--error-ratio", type=float, default=0.02, help="share of responses that may be 5xx"
+        "--watch-s", type=_amount, default=360.0, help="how long to watch each step"
+    )
+    parser.add_argument(
+        "--error-ratio", type=_amount, default=0.02, help="share of responses that may be 5xx"
     )
     parser.add_argument(
         "--least-requests",
@@ -114,17 +118,24 @@ def _rollout(options: argparse.Namespace) -> Rollout:
 
 
 def _steps(text: str) -> list[int]:
-    return [int(percent) for percent in text.split(",")]
+    steps = [int(percent) for percent in text.split(",")]
+    if not all(0 < percent <= 100 for percent in steps):
+        raise argparse.ArgumentTypeError(f"must be percentages from 1 to 100, got {text}")
+    return steps
+
+
+def _amount(text: str) -> float:
+    amount = float(text)
+    if not 0 <= amount < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
+    return amount
 
 
 def _read_urls(path: Path) -> dict[str, str]:
     try:
-        urls = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except (OSError, *MALFORMED) as error:
         raise ConfigurationError(f"{path}: {error}", field="urls-file") from error
-    if not isinstance(urls, dict):
-        raise ConfigurationError(f"{path}: must be an object", field="urls-file")
-    return urls
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from infra.amounts import check_amount
 from shared.errors import BadInput
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def replay(
         typer.Option(
             min=1,
             metavar="SECONDS",
+            callback=check_amount,
             help="new deadline, counted from now (default: the longest allowed)",
         ),
     ] = None,

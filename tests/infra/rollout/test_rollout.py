@@ -269,12 +269,23 @@ def test_secret_that_is_no_text_is_told(apis: GoogleApis, catalog: Catalog, data
     ("words", "reason"),
     [
         (["--steps", "5,all"], "argument --steps: invalid _steps value: '5,all'"),
+        (["--steps", "5,101"], "argument --steps: must be percentages from 1 to 100, got 5,101"),
+        (["--watch-s", "nan"], "argument --watch-s: must be a finite number of at least 0"),
+        (["--error-ratio", "-1"], "argument --error-ratio: must be a finite number of at least 0"),
         (["--urls-file", "missing.json"], "rollout: missing.json: "),
+        (["--urls-file", "outputs.json"], "rollout: outputs.json: Expected `str`, got `object`"),
     ],
 )
 def test_wrong_arguments_are_told_before_anything_is_asked(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """`outputs.json` contains all of Terraform's outputs, rather than one."""
+    monkeypatch.chdir(tmp_path)
+    Path("outputs.json").write_text('{"api_urls": {"value": {"here": "https://a"}}}')
     with suppress(SystemExit):
         assert main(["roll", "--project", PROJECT, "--regions", WEST, *words]) == 1
     assert reason in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from infra.amounts import check_amount
 from infra.reports.commands import parse_numbers
 from shared.errors import BadInput, ConfigurationError
 
@@ -52,10 +53,17 @@ def load(
     ] = 0,
     speed: Annotated[
         float,
-        typer.Option(min=0.001, help="seconds of the simulated day or trace to send per second"),
+        typer.Option(
+            min=0.001,
+            callback=check_amount,
+            help="seconds of the simulated day or trace to send per second",
+        ),
     ] = 1.0,
     duration: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", callback=check_amount, help="stop sending after this time"
+        ),
     ] = 0.0,
     tenants: Annotated[
         int,
@@ -96,10 +104,14 @@ def load(
         Path | None, typer.Option(metavar="LEDGER", help="compare a ledger with BigQuery")
     ] = None,
     wait: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="how long --check waits for rows")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", callback=check_amount, help="how long --check waits for rows"
+        ),
     ] = 60.0,
     max_gib: Annotated[
-        float, typer.Option(min=0.001, help=("maximum GiB that a query may read"))
+        float,
+        typer.Option(min=0.001, callback=check_amount, help="maximum GiB that a query may read"),
     ] = 20.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for use by programs")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from infra.amounts import check_amount
 from penstock_monitoring.alerts import RUNBOOK
 from penstock_monitoring.objectives import (
     DEFAULT_LEAST_BAD_EVENTS,
@@ -26,16 +27,16 @@ def monitoring(
         Path, typer.Option(metavar="FILE", help="catalog of the local stack")
     ] = Path("models.yaml"),
     availability: Annotated[
-        float, typer.Option(help="share of requests that must not fail")
+        float, typer.Option(callback=check_amount, help="share of requests that must not fail")
     ] = DEFAULT_TARGETS["availability"],
     deadlines: Annotated[
-        float, typer.Option(help="share of items that must be on time")
+        float, typer.Option(callback=check_amount, help="share of items that must be on time")
     ] = DEFAULT_TARGETS["deadlines"],
     least_bad_events: Annotated[
         int, typer.Option(help="bad events in a window before an alert fires")
     ] = DEFAULT_LEAST_BAD_EVENTS,
     worker_hour_usd: Annotated[
-        float, typer.Option(help="price of one worker per hour")
+        float, typer.Option(callback=check_amount, help="price of one worker per hour")
     ] = DEFAULT_WORKER_HOUR_USD,
     runbook_url: Annotated[
         str, typer.Option(metavar="URL", help="URL of docs/how-to/troubleshoot.md for your team")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from infra.amounts import check_amount
 from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def plan(
         float | None,
         typer.Option(
             metavar="SECONDS",
+            callback=check_amount,
             help="broker round-trip time (default: broker_round_trip_s in the rates, or 0.05, "
             "the time within a region)",
         ),
