@@ -92,12 +92,22 @@ class Kubectl:
 
     def read(self, *words: str) -> dict[str, Any]:
         """Returns one object or a list. Raises the same errors as `run`."""
-        answer: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
+        return self.run_json("get", *words)
+
+    def run_json(self, *words: str) -> dict[str, Any]:
+        """Returns kubectl's output, which is a JSON object. Raises the same errors as `run`."""
+        output = self.run(*words, "-o", "json")
+        try:
+            answer = json.loads(output)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise CommandFailed(f"kubectl {' '.join(words)}: not a JSON object: {output[:80]!r}")
         return answer
 
     def items(self, *words: str) -> list[dict[str, Any]]:
         """Returns the objects in a list. Raises the same errors as `run`."""
-        items: list[dict[str, Any]] = self.read(*words)["items"]
+        items: list[dict[str, Any]] = self.read(*words).get("items") or []
         return items
 
 
@@ -113,6 +123,7 @@ def run(command: Sequence[str]) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=CALL_LIMIT_S,
             check=False,
         )
@@ -174,11 +185,11 @@ class ClusterDoctor:
                 "kubectl", "not installed", "install it: gcloud components install kubectl"
             )
         try:
-            version = json.loads(self.kubectl.run("version", "-o", "json"))
+            version = self.kubectl.run_json("version")
             self.kubectl.read("namespace", self.kubectl.namespace)
         except CommandFailed as error:
             return Diagnosis("cluster", str(error), self._fix_of(error))
-        server = version["serverVersion"]["gitVersion"]
+        server = version.get("serverVersion", {}).get("gitVersion", "of an unknown version")
         return Diagnosis("cluster", f"Kubernetes {server}, namespace {self.kubectl.namespace}")
 
     def _fix_of(self, error: CommandFailed) -> str:
