@@ -130,7 +130,7 @@ async def test_process_that_imported_early_becomes_the_template() -> None:
 
 
 @pytest.mark.slow(about_s=10)
-async def test_process_that_died_early_is_replaced() -> None:
+async def test_process_that_died_early_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     early = early_template([entry("image")], 1)
     assert early is not None
     async with early:
@@ -140,6 +140,9 @@ async def test_process_that_died_early_is_replaced() -> None:
         async with ModelPool([hosted("image")], device="cpu", processes=1, early=early) as pool:
             assert pool.template is not None
             assert pool.template.pid != child.pid
+    assert [record.message for record in caplog.records if "early" in record.message] == [
+        "the early template exited"
+    ]
 
 
 def test_nothing_is_imported_early_if_a_backend_is_measured() -> None:

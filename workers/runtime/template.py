@@ -161,9 +161,14 @@ class EarlyTemplate:
     def take_over(self, command: Sequence[str]) -> _TemplateProcess | None:
         """Returns the process, which runs `command` from now on. None if it isn't running."""
         assert tuple(command[: len(self._program)]) == tuple(self._program), "this is a bug"
-        running, self._running = self._running, None
-        if running is None or running.is_over.is_set():
+        running = self._running
+        if running is None:
             return None
+        if running.is_over.is_set():
+            tail = running.output.tail()
+            log.warning("the early template exited", extra={"pid": running.pid, "output": tail})
+            return None
+        self._running = None
         running.write_input(_arguments_encoder.encode(command[len(self._program) :]))
         return running
 
