@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from random import Random
+
 import pytest
 import simpy
 from hypothesis import given
@@ -10,14 +13,21 @@ from prometheus_client import REGISTRY
 
 import api.metrics
 import workers.metrics
+from penstock_planning.simulation.api_site import ApiSite, SimulatedJob
 from penstock_planning.simulation.fleet import CORDONED_MAX_SHARE
 from penstock_planning.simulation.metrics_table import LOST_GPUS, OF_API, OF_WORKERS, UNDELIVERED
+from penstock_planning.simulation.model_load import ModelLoad
 from penstock_planning.simulation.replicas import Autoscaler
 from penstock_planning.simulation.rules import AutoscalerRules
-from penstock_planning.simulation.service import BATCH_SLOTS_SHARE, SHARED_WEIGHTS_SHARE
+from penstock_planning.simulation.service import (
+    BATCH_SLOTS_SHARE,
+    SHARED_WEIGHTS_SHARE,
+    WholeBatches,
+)
 from penstock_planning.simulation.timeseries import TimeSeries
-from penstock_planning.simulation.worker import RunningBatch, SimulatedWorker
+from penstock_planning.simulation.worker import Node, RunningBatch, SimulatedWorker
 from shared.errors import ConfigurationError
+from shared.models.catalog_file import read_catalog
 from shared.tenants.plan import Priority
 from workers import gpu_nodes
 from workers.metrics import BusyRatio
@@ -64,6 +74,19 @@ def worker(processes: int) -> SimulatedWorker:
         on_evict=lambda one, why: None,
         on_lost_gpu=lambda one, after_s: None,
     )
+
+
+def test_processes_share_the_interactive_items_no_matter_how_many_batch_items_wait() -> None:
+    env, pod = simpy.Environment(), worker(2)
+    pod.node = Node("node", 1, is_spot=False)
+    entry = read_catalog(Path("models.yaml")).default("embedding")
+    site = ApiSite("here", entry, 1, 80)
+    for priority, count in enumerate((4, 8)):
+        pod.held[priority].extend(SimulatedJob(0, 9, 1, priority == 1, site) for _ in range(count))
+    load = ModelLoad(seconds_per_item=1, measured="by hand")
+    WholeBatches(env, entry, load, Random(1), lambda *_: None).start(pod)
+    batches = [[job.is_batch_priority for job in batch.jobs] for batch in pod.computing]
+    assert batches == [[False, False], [False, False]]
 
 
 def test_busy_ratio_of_two_processes_is_that_of_workers() -> None:

@@ -106,9 +106,11 @@ class WholeBatches:
         priorities = (INTERACTIVE, BATCH)
         if worker.held[BATCH] and self._batches % BATCH_PRIORITY_EVERY == 0:
             priorities = (BATCH, INTERACTIVE)
-        items, most_items = 0, self._share(worker)
+        items = most_items = 0
         for priority in priorities:
             held = worker.held[priority]
+            if not items:
+                most_items = self._share(worker, priority)
             while held and (items == 0 or items + held[0].items <= most_items):
                 job = held.popleft()
                 if job.has_ended:
@@ -117,15 +119,23 @@ class WholeBatches:
                 items += job.items
                 yield job
 
-    def _share(self, worker: SimulatedWorker) -> int:
-        """Returns the items per batch, like `take` in workers/scheduling/priority_queue.py.
+    def _share(self, worker: SimulatedWorker, priority: int) -> int:
+        """Returns the items per batch that starts with a priority.
+
+        Same as `take` in workers/scheduling/priority_queue.py.
 
         A larger batch would delay items that another process could compute at the same time.
         """
         if worker.processes == 1:
             return self._most_items
-        jobs = (*worker.held[INTERACTIVE], *worker.held[BATCH], *worker.running)
-        return min(self._most_items, -(-sum(job.items for job in jobs) // worker.processes))
+        running = (
+            job
+            for batch in worker.computing
+            if batch.jobs[0].is_batch_priority == (priority == BATCH)
+            for job in batch.jobs
+        )
+        items = sum(job.items for job in itertools.chain(worker.held[priority], running))
+        return min(self._most_items, -(-items // worker.processes))
 
     def _finish(self, event: simpy.Event) -> None:
         batch = cast(RunningBatch, event.value)
