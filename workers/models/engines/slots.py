@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from workers.models.generation.prefixes import count_common
+
 TURN_TOKENS = 16
 """Number of tokens that a text may process before texts with other adapters get their turn."""
 
@@ -48,23 +50,19 @@ class EngineSlots:
             ids: the generation's first tokens.
         """
         free = [slot for slot in self._slots if not slot.is_busy]
-        own = [slot for slot in free if owner and slot.owner == owner]
-        best = max(own, key=lambda slot: _common(slot.ids, ids), default=None)
-        if best is None or (not _common(best.ids, ids) and len(own) < len(free)):
-            best = min(free, key=lambda slot: (slot.owner is not None, slot.freed))
-        known = _common(best.ids, ids) if owner and best.owner == owner else 0
+        own = [
+            (count_common(slot.ids, ids), slot) for slot in free if owner and slot.owner == owner
+        ]
+        oldest = min(free, key=lambda slot: (slot.owner is not None, slot.freed))
+        known, best = max(own, key=lambda pair: pair[0], default=(0, oldest))
+        if not known and len(own) < len(free):
+            best = oldest
         best.owner, best.is_busy = owner, True
         return best, known
 
     def free(self, slot: EngineSlot, ids: Sequence[int]) -> None:
         """Returns a slot that has computed these tokens."""
         slot.is_busy, slot.ids, slot.freed = False, ids, next(self._frees)
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of their common prefix, in tokens."""
-    length = min(len(first), len(second))
-    return next((at for at in range(length) if first[at] != second[at]), length)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
 from shared.errors import ConfigurationError
+from workers.models.generation.prefixes import count_common
 
 MIN_SHARED_TOKENS = 8
 """Copying fewer tokens than this costs more than reading them."""
@@ -62,7 +63,7 @@ class KvRows:
         oldest = min(free, key=lambda row: (row.freed, row.number))
         mine = [row for row in self.all if row.owner and row.owner == owner]
         shared, best = max(
-            ((_common(row.ids, ids), row) for row in mine),
+            ((count_common(row.ids, ids), row) for row in mine),
             key=lambda pair: (pair[0], not pair[1].is_taken, -pair[1].number),
             default=(0, oldest),
         )
@@ -96,20 +97,6 @@ class KvRows:
             yield target, number, max(len(other.ids), len(row.ids))
             self.all[target], self.all[number] = row, other
             row.number, other.number = target, number
-
-
-def _common(sequence: Sequence[int], other: Sequence[int]) -> int:
-    length = min(len(sequence), len(other))
-    if sequence[:length] == other[:length]:
-        return length
-    low, high = 0, length
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sequence[:middle] == other[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 class ForwardPass:
