@@ -23,6 +23,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+from tokenizers import Tokenizer
 
 from shared.errors import BadInput, ConfigurationError
 from shared.models.catalog import Model
@@ -392,21 +393,11 @@ class PromptPreparer:
 
     def _encode(self, text: str, field: str) -> list[int]:
         """Encodes a template's text, including its control tokens."""
-        try:
-            ids: list[int] = self._vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeError, ValueError) as error:
-            raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
-        return ids
+        return _encode_with(self._vocabulary.tokenizer, text, field, special=False)
 
     def _encode_plain(self, text: str, field: str, *, special: bool) -> list[int]:
         """Encodes text without control tokens, except tokens that the model adds around it."""
-        try:
-            ids: list[int] = self._vocabulary.plain_tokenizer.encode(
-                text, add_special_tokens=special
-            ).ids
-        except (TypeError, UnicodeError, ValueError) as error:  # lone surrogates
-            raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
-        return ids
+        return _encode_with(self._vocabulary.plain_tokenizer, text, field, special=special)
 
     def _read_schema(self, value: GenerationInput) -> GrammarSchema:
         """Raises BadInput for a schema that can't be used. Caches results, because this is slow."""
@@ -428,6 +419,16 @@ class PromptPreparer:
         if isinstance(grammar, str):
             raise BadInput(f"the JSON schema can't be used: {grammar}", field=value.schema_field)
         return grammar
+
+
+def _encode_with(tokenizer: Tokenizer, text: str, field: str, *, special: bool) -> list[int]:
+    try:
+        # Takes up to a quarter less time than `encode`, because it leaves out the offsets.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+    except (TypeError, UnicodeError, ValueError) as error:  # lone surrogates
+        raise BadInput(f"the text can't be tokenized: {error}", field=field) from error
+    ids: list[int] = encoding.ids
+    return ids
 
 
 class _Marks:

@@ -1,4 +1,4 @@
-"""Which of an engine's slots a text gets, and how much of its prompt the slot has already read."""
+"""Chooses slots for texts by the prefix that they share with the slots' earlier texts."""
 
 from __future__ import annotations
 
