@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import random
 import re
@@ -254,14 +255,17 @@ class Process:
 
     @property
     def last_line(self) -> str:
-        """The last line of the log, truncated. Empty if the log is empty."""
+        """The last line of the log, or its message if it is a JSON line. Empty if there is none.
+
+        Truncated to the end, where progress bars show their progress.
+        """
         with contextlib.suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_LINE_BYTES))
             # A carriage return also ends a line, because progress bars overwrite themselves.
             text = _CONTROLS.sub("", log.read().decode(errors="replace"))
             lines = [line.strip() for line in text.splitlines()]
             last = next((line for line in reversed(lines) if line), "")
-            return "".join(filter(str.isprintable, last))[-LAST_LINE_CHARS:]
+            return "".join(filter(str.isprintable, _message_in(last)))[-LAST_LINE_CHARS:]
         return ""
 
     def last_words(self) -> str:
@@ -270,6 +274,15 @@ class Process:
         if lines := log.strip().splitlines()[-LAST_LINES:]:
             return "; " + "\n  ".join([f"the end of {self.log_path}:", *lines])
         return f"; its log is empty: {self.log_path}"
+
+
+def _message_in(line: str) -> str:
+    """Returns the message in a JSON line of a log, or the whole line if it isn't one."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    return str(entry.get("message", line)) if isinstance(entry, dict) else line
 
 
 def _kill_group(pid: int) -> None:

@@ -1,5 +1,6 @@
 """Parts that die are restarted, with increasing pauses, but not forever."""
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -174,9 +175,9 @@ def test_worker_that_dies_too_often_while_it_serves_does_not_end_the_others(
     assert "will not be restarted; the other models are still being served" in world.reported[-1][1]
 
 
-def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
-    said = "0 %\\r50 %\\r" + "x" * 9999 + " 70 %\\r\\x1b[K\\n\\n"
-    code = f"import sys, time; sys.stdout.write('{said}'); sys.stdout.flush(); time.sleep(600)"
+def last_line_shown(tmp_path: Path, said: str) -> str:
+    """The last log line in the progress line about a worker that prints `said` and 70."""
+    code = f"import sys, time; sys.stdout.write({said!r}); sys.stdout.flush(); time.sleep(600)"
     with Process("part", [sys.executable, "-c", code], tmp_path) as process:
         wait_until(lambda: "70" in process.log_path.read_text(), WAIT_LIMIT_S)
         world = World(process)
@@ -184,9 +185,19 @@ def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
         world.now_s += PROGRESS_S
         assert supervisor.look() is None
         _, facts = world.reported[-1]
-        shown = facts.partition("last log line: ")[2].partition(";")[0]
-        assert shown.endswith("x 70 %")
-        assert len(shown) == LAST_LINE_CHARS
+        return facts.partition("last log line: ")[2].partition(";")[0]
+
+
+def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
+    said = "0 %\r50 %\r" + "x" * 9999 + " 70 %\r\x1b[K\n\n"
+    shown = last_line_shown(tmp_path, said)
+    assert shown.endswith("x 70 %")
+    assert len(shown) == LAST_LINE_CHARS
+
+
+def test_message_of_a_slow_workers_last_entry_is_shown(tmp_path: Path) -> None:
+    entry = {"severity": "INFO", "message": "model loading", "model": "m" * 200, "percent": 70}
+    assert last_line_shown(tmp_path, json.dumps(entry) + "\n") == "model loading"
 
 
 def test_log_still_says_why_the_last_one_ended(run: Callable[..., World], tmp_path: Path) -> None:
