@@ -7,6 +7,8 @@ here.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 import shutil
@@ -22,6 +24,7 @@ from typing import Any
 import msgspec
 import pytest
 import redis
+from PIL import Image
 
 from infra.bigquery import schema
 from shared.messages import (
@@ -56,7 +59,7 @@ from tests.limits import WAIT_LIMIT_S
 from tests.record_stores import RecordStores
 from tests.releases.history import FILES, ROOT, last_release, releases
 from tests.releases.stored import load, raw
-from tests.releases.write import IDEMPOTENT, IDEMPOTENT_BODY, MODELS, REQUESTS
+from tests.releases.write import DRAWER, IDEMPOTENT, IDEMPOTENT_BODY, MODELS, REQUESTS
 
 pytestmark = pytest.mark.anyio
 
@@ -290,6 +293,21 @@ async def test_key_and_cached_vectors_are_found(release: Release, api: ApiUnderT
     assert response.status_code == 200, response.text
     cached = response.headers["x-penstock-cache"]
     assert "miss" not in cached, "texts that the release computed are computed again"
+
+
+async def test_cached_images_are_found(release: Release, api: ApiUnderTest) -> None:
+    """No worker is running here to draw the image again."""
+    wish = {"prompt": "a blue square", "seed": 5}
+    assert (f"prediction of {DRAWER}", "/v1/predictions", {"version": DRAWER, "input": wish}) in (
+        REQUESTS
+    )
+    body = {"model": DRAWER, "response_format": "b64_json", **wish}
+    response = await api.http.post("/v1/images/generations", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-penstock-cache"] == "hit"
+    png = base64.b64decode(response.json()["data"][0]["b64_json"])
+    with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+        assert image.size == (64, 64)
 
 
 async def test_answer_under_an_idempotency_key_is_repeated(

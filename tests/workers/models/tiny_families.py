@@ -11,6 +11,7 @@ from typing import Any
 
 import diffusers
 import torch
+from PIL import Image
 
 SIDE = 32
 Arguments = dict[str, Any]
@@ -21,14 +22,15 @@ class Family:
     """A family's components, and the arguments for each of its pipelines.
 
     `parts`: components by name. `prompts`: the arguments for a prompt, keyed by seed. `tasks`:
-    pipeline classes, each with its argument names for an image and a mask. `usual`: other
-    arguments.
+    pipeline classes. `usual`: other arguments. `takes_image`: True if the first task's pipeline
+    requires an image.
     """
 
     parts: Callable[[], dict[str, Any]]
     prompts: Callable[[int], Arguments]
     tasks: tuple[str, ...]
     usual: Mapping[str, Any] = field(default_factory=dict)
+    takes_image: bool = False
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
@@ -262,22 +264,27 @@ def pixart_parts() -> dict[str, Any]:
     }
 
 
+def sana_transformer(**settings: Any) -> Any:
+    return diffusers.SanaTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_attention_heads=2,
+        attention_head_dim=4,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=4,
+        cross_attention_dim=8,
+        caption_channels=8,
+        sample_size=SIDE,
+        **settings,
+    )
+
+
 def sana_parts() -> dict[str, Any]:
     blocks = ("ResBlock", "EfficientViTBlock")
     return {
-        "transformer": diffusers.SanaTransformer2DModel(
-            patch_size=1,
-            in_channels=4,
-            out_channels=4,
-            num_layers=1,
-            num_attention_heads=2,
-            attention_head_dim=4,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=4,
-            cross_attention_dim=8,
-            caption_channels=8,
-            sample_size=SIDE,
-        ),
+        "transformer": sana_transformer(),
         "vae": diffusers.AutoencoderDC(
             in_channels=3,
             latent_channels=4,
@@ -299,6 +306,35 @@ def sana_parts() -> dict[str, Any]:
         "scheduler": flow(shift=7.0),
         "text_encoder": None,
         "tokenizer": None,
+    }
+
+
+def sana_sprint_parts() -> dict[str, Any]:
+    distilled = sana_transformer(qk_norm="rms_norm_across_heads", guidance_embeds=True)
+    return sana_parts() | {"transformer": distilled, "scheduler": diffusers.SCMScheduler()}
+
+
+def sana_sprint_prompts(seed: int) -> Arguments:
+    return {
+        "prompt_embeds": random(seed, 1, 12, 8),
+        "prompt_attention_mask": torch.ones(1, 12, dtype=torch.long),
+    }
+
+
+def lumina_next_parts() -> dict[str, Any]:
+    return lumina_parts() | {
+        "transformer": diffusers.LuminaNextDiT2DModel(
+            sample_size=SIDE,
+            patch_size=2,
+            in_channels=4,
+            hidden_size=24,
+            num_layers=1,
+            num_attention_heads=3,
+            num_kv_heads=1,
+            multiple_of=16,
+            ffn_dim_multiplier=None,
+            cross_attention_dim=8,
+        )
     }
 
 
@@ -464,6 +500,45 @@ def qwen_prompts(seed: int) -> Arguments:
     }
 
 
+class Qwen3Processor:
+    """The part of a processor that the pipeline's constructor uses."""
+
+    class tokenizer:
+        @staticmethod
+        def encode(text: str) -> list[int]:
+            return [0]
+
+    def apply_chat_template(self, *given: Any, **named: Any) -> list[list[int]]:
+        return [[0]]
+
+
+def qwen21_parts() -> dict[str, Any]:
+    return {
+        "transformer": diffusers.QwenImage21Transformer2DModel(
+            patch_size=1,
+            in_channels=4,
+            out_channels=4,
+            num_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            context_in_dim=16,
+            axes_dims_rope=(8, 4, 4),
+        ),
+        "vae": diffusers.AutoencoderKLQwenImage21(
+            base_dim=8,
+            decoder_base_dim=8,
+            z_dim=4,
+            dim_mult=[1] * 5,
+            num_res_blocks=1,
+            latents_mean=[0.0] * 4,
+            latents_std=[1.0] * 4,
+        ),
+        "scheduler": flow(),
+        "text_encoder": None,
+        "processor": Qwen3Processor(),
+    }
+
+
 def flux2_parts(*, guidance_embeds: bool) -> dict[str, Any]:
     return {
         "transformer": diffusers.Flux2Transformer2DModel(
@@ -580,10 +655,49 @@ def klein_prompts(seed: int) -> Arguments:
 
 
 SD = "StableDiffusion"
-LEFT_OUT = {
-    "Kolors": "diffusers needs sentencepiece for it, which is not installed",
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    "needs a ControlNet, which entries list separately": (
+        *(f"{SD}ControlNet{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"{SD}XLControlNet{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"{SD}XLControlNetUnion{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"{SD}3ControlNet{way}Pipeline" for way in ("", "Inpainting")),
+        *(f"FluxControlNet{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"ZImageControlNet{way}Pipeline" for way in ("", "Inpaint")),
+        "QwenImageControlNetPipeline",
+    ),
+    "needs a control image, which requests don't have": (
+        *(f"FluxControl{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        "CogView4ControlPipeline",
+    ),
+    "changes its modules, so its images are drawn one at a time": (
+        *(f"{SD}PAG{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"{SD}XLPAG{way}Pipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"{SD}3PAG{way}Pipeline" for way in ("", "Img2Img")),
+        *(f"{SD}ControlNetPAG{way}Pipeline" for way in ("", "Inpaint")),
+        *(f"{SD}XLControlNetPAG{way}Pipeline" for way in ("", "Img2Img")),
+        *(f"{family}PAGPipeline" for family in ("HunyuanDiT", "Sana", "PixArtSigma")),
+    ),
+    "contains pipelines whose denoisers aren't intercepted": (
+        *(f"Kandinsky{way}CombinedPipeline" for way in ("", "Img2Img", "Inpaint")),
+        *(f"KandinskyV22{way}CombinedPipeline" for way in ("", "Img2Img", "Inpaint")),
+        "StableCascadeCombinedPipeline",
+        "WuerstchenCombinedPipeline",
+    ),
+    "needs the files of a vision-language encoder": (
+        *(f"QwenImageEdit{way}Pipeline" for way in ("", "Inpaint", "Plus")),
+        *("QwenImageLayeredPipeline", "GlmImagePipeline", "ZImageOmniPipeline"),
+    ),
+    "draws a video": ("HeliosPipeline", "HeliosPyramidPipeline"),
+    "can't draw in diffusers 0.42.1": ("ChromaInpaintPipeline",),
+    "needs sentencepiece, which is not installed": ("KolorsPipeline", "KolorsImg2ImgPipeline"),
+    "has not been tried": (
+        *(f"IF{way}Pipeline" for way in ("", "Img2Img", "Inpainting")),
+        *(f"Kandinsky3{way}Pipeline" for way in ("", "Img2Img")),
+        *("CogView3PlusPipeline", "Ideogram4Pipeline", "Krea2Pipeline"),
+        *("NucleusMoEImagePipeline", "PRXPipeline"),
+    ),
 }
-"""Families that are not tested, and why."""
+"""Pipelines that are not in FAMILIES, by reason."""
 FAMILIES: dict[str, Family] = {
     "stable-diffusion": Family(
         sd_parts,
@@ -611,12 +725,34 @@ FAMILIES: dict[str, Family] = {
         flux_prompts,
         ("FluxKontextPipeline",),
         {"max_area": SIDE * SIDE, "_auto_resize": False},
+        takes_image=True,
+    ),
+    "flux-kontext-inpaint": Family(
+        flux_parts,
+        flux_prompts,
+        ("FluxKontextInpaintPipeline",),
+        {"max_area": SIDE * SIDE, "_auto_resize": False},
+        takes_image=True,
+    ),
+    "flux-fill": Family(
+        lambda: flux_parts() | {"transformer": flux_transformer(in_channels=36, out_channels=16)},
+        flux_prompts,
+        ("FluxFillPipeline",),
+        takes_image=True,
     ),
     "flux2": Family(
         lambda: flux2_parts(guidance_embeds=True), prompts_only(16), ("Flux2Pipeline",)
     ),
     "flux2-klein": Family(
-        lambda: flux2_parts(guidance_embeds=False), klein_prompts, ("Flux2KleinPipeline",)
+        lambda: flux2_parts(guidance_embeds=False),
+        klein_prompts,
+        ("Flux2KleinPipeline", "Flux2KleinInpaintPipeline"),
+    ),
+    "flux2-klein-kv": Family(
+        lambda: flux2_parts(guidance_embeds=False),
+        klein_prompts,
+        ("Flux2KleinKVPipeline",),
+        {"image": Image.linear_gradient("L").resize((2 * SIDE, 2 * SIDE)).convert("RGB")},
     ),
     "chroma": Family(
         chroma_parts,
@@ -636,12 +772,25 @@ FAMILIES: dict[str, Family] = {
         ("PixArtSigmaPipeline",),
         {"use_resolution_binning": False, "negative_prompt": None},
     ),
+    "pixart-alpha": Family(
+        pixart_parts,
+        with_negative(32, masks=torch.long),
+        ("PixArtAlphaPipeline",),
+        {"use_resolution_binning": False, "negative_prompt": None},
+    ),
     "sana": Family(
         sana_parts,
         with_negative(8, masks=torch.long),
         ("SanaPipeline",),
         {"use_resolution_binning": False, "negative_prompt": None},
     ),
+    "sana-sprint": Family(
+        sana_sprint_parts,
+        sana_sprint_prompts,
+        ("SanaSprintPipeline", "SanaSprintImg2ImgPipeline"),
+        {"use_resolution_binning": False, "intermediate_timesteps": None},
+    ),
+    "lumina": Family(lumina_next_parts, with_negative(8, masks=torch.long), ("LuminaPipeline",)),
     "lumina2": Family(lumina_parts, with_negative(8, masks=torch.long), ("Lumina2Pipeline",)),
     "cogview4": Family(cogview_parts, with_negative(32), ("CogView4Pipeline",)),
     "hunyuan-dit": Family(
@@ -661,6 +810,9 @@ FAMILIES: dict[str, Family] = {
         qwen_prompts,
         ("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline"),
         {"true_cfg_scale": 3.0},
+    ),
+    "qwen-image-2.1": Family(
+        qwen21_parts, qwen_prompts, ("QwenImage21Pipeline",), {"true_cfg_scale": 3.0}
     ),
     "lcm": Family(
         lcm_parts,

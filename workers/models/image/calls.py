@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
+from diffusers import ModelMixin
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from transformers import Cache
 
@@ -91,6 +92,20 @@ class Part:
             if parameter.default is not parameter.empty
         }
 
+    def hook_ids(self) -> tuple[int, ...]:
+        """Returns the IDs of the hooks in a text encoder.
+
+        Some pipelines add a hook for the time of a call. It must not see other items' rows.
+        """
+        if isinstance(self.module, ModelMixin):
+            return ()
+        return tuple(
+            hook_id
+            for module in self.module.modules()
+            for hooks in (module._forward_pre_hooks, module._forward_hooks)
+            for hook_id in hooks
+        )
+
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a call's arguments by name, omitting those with default values."""
         values = dict(zip(self._names, args, strict=False))
@@ -148,7 +163,8 @@ class Call:
         for name, value in self.values.items():
             self._mark_constants(value, name)
         kinds = {name: self._kind(value, digests) for name, value in self.values.items()}
-        self.key: Hashable = (id(part), self.is_listed, tuple(sorted(kinds.items())))
+        named_kinds = tuple(sorted(kinds.items()))
+        self.key: Hashable = (id(part), part.hook_ids(), self.is_listed, named_kinds)
 
     def _mark_constants(self, value: Any, place: str) -> None:
         """Records which tensors are constant, for this call and for later calls to this part."""
