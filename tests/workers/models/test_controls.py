@@ -151,7 +151,7 @@ def test_several_controls_are_added_up_as_by_plain_diffusers(
         **parts, controlnet=nets, requires_safety_checker=False
     )
     plain.set_progress_bar_config(disable=True)
-    plain.scheduler = model._scheduler(TEXT.scheduler)
+    plain.scheduler = model._schedulers.create(TEXT.scheduler)
     image = plain(
         both.prompt,
         image=[opened(PICTURE), opened(OTHER_PICTURE)],
@@ -240,7 +240,7 @@ def test_images_are_those_of_plain_diffusers(
         **({"mask": as_png(mask), "strength": 0.6} if way == "mask" else {}),
     )
     (ours,) = drawn(model, preparer, [given])
-    plain.scheduler = model._scheduler(scheduler)
+    plain.scheduler = model._schedulers.create(scheduler)
     images: dict[str, Any] = {"image": opened(PICTURE)}
     if way != "text":
         images = {"image": opened(given.image), "control_image": opened(PICTURE)}

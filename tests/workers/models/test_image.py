@@ -122,7 +122,7 @@ def test_a_scheduler_is_made_once(
     )
     model.setup()
     monkeypatch.setattr(kind, "__init__", counted)
-    first, second = model._scheduler(name), model._scheduler(name)
+    first, second = (model._schedulers.create(name) for _ in range(2))
     assert made == [name]
     first.set_timesteps(4)
     assert len(second.timesteps) > len(first.timesteps)

@@ -129,7 +129,7 @@ def by_diffusers(
     pipeline.load_lora_weights(file, adapter_name="one")
     pipeline.set_adapters(["one"], [scale])
     try:
-        pipeline.scheduler = drawer.model._scheduler(value.scheduler)
+        pipeline.scheduler = drawer.model._schedulers.create(value.scheduler)
         arguments: dict[str, Any] = {}
         drawing = pipeline
         if value.image is not None:

@@ -454,7 +454,8 @@ def test_a_hook_around_an_encoders_call_sees_only_its_own_rows() -> None:
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             seen.append(len(tokens))
-            return self.layer(tokens) + 1
+            hidden: torch.Tensor = self.layer(tokens)
+            return hidden + 1
 
     seen: list[int] = []
     hub = Hub()

@@ -193,7 +193,7 @@ def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
     is_xl = (folder / "text_encoder_2").is_dir()
     kind: Any = StableDiffusionXLInpaintPipeline if is_xl else StableDiffusionInpaintPipeline
     plain = plain_pipeline(kind, folder)
-    plain.scheduler = model._scheduler(scheduler)
+    plain.scheduler = model._schedulers.create(scheduler)
     assert value.image is not None
     drawn = plain(
         value.prompt,

@@ -22,7 +22,7 @@ from tests.workers.models.test_image import TEXT
 from tests.workers.models.test_image_steps import difference, prepared
 from workers.models.base import OutOfMemory, PreparedItem, Preparer, StepEnd
 from workers.models.device import Device
-from workers.models.image import model as image_model
+from workers.models.image import image_files
 from workers.models.image.model import ImageModel
 from workers.models.image.vae import encode
 from workers.testing import running_worker
@@ -133,7 +133,7 @@ def test_an_image_whose_file_is_being_made_is_not_drawn_again(
         assert len(pixels) != LARGE.height or may_end.wait(WAIT_LIMIT_S)
         return encode(pixels)
 
-    monkeypatch.setattr(image_model, "encode", encode_later)
+    monkeypatch.setattr(image_files, "encode", encode_later)
     with counted(model, LARGE, LONG):
         model.admit(0, prepared(tiny_preparer, LARGE))
         model.admit(1, prepared(tiny_preparer, LONG))

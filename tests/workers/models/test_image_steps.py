@@ -32,7 +32,7 @@ from workers.models.base import (
     SteppedModel,
 )
 from workers.models.device import Device
-from workers.models.image import model as image_model
+from workers.models.image import image_files
 from workers.models.image.compilation import compile_parts
 from workers.models.image.model import ImageModel
 from workers.models.image.options import OptionCheck
@@ -413,7 +413,7 @@ def test_the_file_of_a_large_image_is_made_beside_the_steps_of_others(
             assert has_stepped.wait(WAIT_LIMIT_S)
         return encode(pixels)
 
-    monkeypatch.setattr(image_model, "encode", encode_later)
+    monkeypatch.setattr(image_files, "encode", encode_later)
     for slot, value in enumerate((large, small)):
         model.admit(slot, prepared(tiny_preparer, value))
     results: dict[int, Any] = {}

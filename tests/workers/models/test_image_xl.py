@@ -26,6 +26,7 @@ from tests.workers.models.tiny_xl import write_folder
 from workers.models.base import OutOfMemory, PreparedImage
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
+from workers.models.image.schedulers import Schedulers
 from workers.tasks import preparer_for
 
 pytestmark = [
@@ -92,9 +93,8 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
     """A scheduler that searches for its first timestep, rather than counting, picks the second."""
     tiny = loaded(catalog, tiny_xl_folder)
     assert isinstance(tiny.model, ImageModel)
-    tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
-        num_train_timesteps=3, timestep_spacing="leading"
-    )
+    scheduler = diffusers.EulerDiscreteScheduler(num_train_timesteps=3, timestep_spacing="leading")
+    tiny.model._schedulers = Schedulers(scheduler)
     scheduler.set_timesteps(OWN.steps)
     assert scheduler.timesteps.tolist() == [0.0] * OWN.steps
     both_ways(tiny, OWN)

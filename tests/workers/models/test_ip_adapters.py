@@ -174,7 +174,7 @@ def by_diffusers(drawing: Drawing, folder: Path, ip_adapter: Path, value: ImageI
     assert value.ip_adapter is not None
     pipeline.set_ip_adapter_scale(value.ip_adapter.scale)
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.scheduler = drawing.model._scheduler(value.scheduler)
+    pipeline.scheduler = drawing.model._schedulers.create(value.scheduler)
     image = pipeline(
         value.prompt,
         ip_adapter_image=opened(value.ip_adapter.image),
@@ -265,7 +265,7 @@ def test_it_goes_with_adapters_and_controls(
     )
     plain.set_ip_adapter_scale(0.8)
     plain.set_progress_bar_config(disable=True)
-    plain.scheduler = drawer.model._scheduler(GUIDED.scheduler)
+    plain.scheduler = drawer.model._schedulers.create(GUIDED.scheduler)
     theirs = plain(
         GUIDED.prompt,
         ip_adapter_image=opened(PICTURE),

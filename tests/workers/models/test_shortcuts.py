@@ -144,7 +144,7 @@ def test_after_guidance_an_image_computes_one_row_as_in_diffusers(
         family.folder, local_files_only=True
     )
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.scheduler = model._scheduler(GUIDED.scheduler)
+    pipeline.scheduler = model._schedulers.create(GUIDED.scheduler)
     names = ["prompt_embeds"]
     if hasattr(pipeline, "text_encoder_2"):
         names += ["add_text_embeds", "add_time_ids"]

@@ -12,8 +12,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import diffusers.utils.state_dict_utils as formats
 import torch
@@ -153,15 +154,15 @@ def read_adapter(
     file, unet = _find_file(adapter), pipeline.unet
     try:
         with file.open("rb") as stream:
-            if adapter.is_callers:
-                _check_copy(stream, adapter)
+            _check_digest(stream, adapter)
             numbers, metadata = _read_header(stream, modules)
             if (needed := numbers * unet.dtype.itemsize) > limit_bytes:
                 raise WrongAdapter(
                     f"it takes {needed} bytes in memory, which exceeds image.adapter_memory_bytes "
                     f"({limit_bytes})"
                 )
-            tensors = _tensors(stream, adapter)
+            stream.seek(0)
+            tensors = load(stream.read())
         state, alphas = _convert(tensors, pipeline)
         settings = _read_settings(metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
@@ -184,17 +185,23 @@ def _find_file(adapter: AdapterFile) -> Path:
         ) from error
 
 
-def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
-    """Checks that a copy matches the bytes that the API fetched, before blaming the caller."""
-    if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
-        # The next attempt creates a new copy.
-        Path(file.name).unlink(missing_ok=True)
-        raise adapter.make_internal_error("its copy on this worker is damaged; try again")
+def _check_digest(file: BufferedReader, adapter: AdapterFile) -> None:
+    if adapter.digest is None:
+        return
+    digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     file.seek(0)
+    if digest == adapter.digest:
+        return
+    if not adapter.is_callers:
+        raise WrongAdapter(f"its file has the digest {digest}; expected {adapter.digest}")
+    # The API fetched other bytes, so the caller is not to blame. The next attempt creates a new
+    # copy.
+    Path(file.name).unlink(missing_ok=True)
+    raise adapter.make_internal_error("its copy on this worker is damaged; try again")
 
 
 def _read_header(
-    file: BinaryIO, modules: Mapping[str, LowRankModule]
+    file: BufferedReader, modules: Mapping[str, LowRankModule]
 ) -> tuple[int, Mapping[str, str]]:
     """Reads a file's header, which the safetensors library checks against the file's length.
 
@@ -232,17 +239,6 @@ def _count_numbers(name: str, tensor: Any) -> int:
     if kind not in _TYPES:
         raise WrongAdapter(f"{name} has the unsupported data type {kind}; use {', '.join(_TYPES)}")
     return math.prod(shape)
-
-
-def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
-    """Returns a file's tensors after checking its digest."""
-    file.seek(0)
-    data = file.read()
-    if adapter.digest is not None:
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if digest != adapter.digest:
-            raise WrongAdapter(f"its file has the digest {digest}; expected {adapter.digest}")
-    return load(data)
 
 
 def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from PIL import Image
 
 from shared.errors import ModelFailed
 from workers.models.base import PreparedImage
-from workers.models.image.guides import ControlStart, IpAdapterStart
+from workers.models.image.controls import ControlStart
+from workers.models.image.ip_adapters import IpAdapterStart
 from workers.models.image.pipeline import guidance_name, parameters_of
 from workers.models.image.prompts import LostTokens
 from workers.models.image.resident_adapters import Applied

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import os
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import msgspec
 import torch
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
-from shared.models.blob import Blob
 from shared.models.catalog import Model
 from shared.models.image_interface import ImageInterface, ImageMode
-from shared.models.schedulers import OWN_SCHEDULER, SCHEDULERS
 from shared.models.tasks import Result
-from shared.models.tasks.image import ImageResult
 from shared.models.tasks.text import TokenChunk
 from shared.settings import ModelSettings, read_settings
 from workers.models.base import (
@@ -38,11 +31,13 @@ from workers.models.base import (
 )
 from workers.models.device import Device, memory_errors
 from workers.models.image.compilation import only_what_is_compiled
+from workers.models.image.controls import Controls
 from workers.models.image.deep_cache import DeepCache
-from workers.models.image.drawing import Drawing, paste
+from workers.models.image.drawing import Drawing
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
-from workers.models.image.guides import Controls, IpAdapters
 from workers.models.image.hub import Hub, Run
+from workers.models.image.image_files import ImageFiles
+from workers.models.image.ip_adapters import IpAdapters
 from workers.models.image.options import OptionCheck, describe
 from workers.models.image.own_pipeline import Interception, state_of
 from workers.models.image.pipeline import (
@@ -55,7 +50,8 @@ from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompts import Prompts
 from workers.models.image.resident_adapters import PLACEHOLDER, ResidentAdapters
 from workers.models.image.row_batching import CompiledSizes, RowBatching
-from workers.models.image.vae import HostCopy, copy_to_host, draw_preview, encode
+from workers.models.image.schedulers import Schedulers
+from workers.models.image.vae import copy_to_host, draw_preview
 from workers.models.kernel_store import KernelStore
 
 _NEEDS_UNET = "adapters require a Stable Diffusion or Stable Diffusion XL pipeline"
@@ -65,12 +61,6 @@ WARMUP_LIMIT_S = 100.0
 Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
-_ENCODED_AT_ONCE = 128 * 128
-"""Maximum number of pixels in an image that is encoded without using a thread. Encoding an image of
-this size as PNG takes under a millisecond.
-"""
-_PNG_THREADS = 4
-
 _ALONE: dict[type, bool] = {}
 """True if a pipeline class changes shared modules around its calls, as PAG pipelines do.
 
@@ -110,7 +100,6 @@ class ImageModel:
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._aside: list[_Aside] = []
         """Preempted images, oldest first."""
-        self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def setup(self) -> None:
         """Loads a pipeline of any class, without its safety checker.
@@ -131,6 +120,7 @@ class ImageModel:
         """
         self._device, self.device_name = self._requested_device.open()
         self._plan = plan_for(self.entry, capability_of(self._device))
+        self._files = ImageFiles(self._device)
         loaded = load_pipelines(self._folder, self._device, self._plan)
         self._pipelines = loaded.with_images_of(self._can_draw)
 
@@ -154,8 +144,7 @@ class ImageModel:
             folder = read_settings(ModelSettings).kernels_dir
             self._kernels = KernelStore(folder, self.entry.name, self._device)
             self._kernels.restore()
-        self._own_scheduler = self._main.scheduler
-        self._unused_schedulers: dict[str, Any] = {}
+        self._schedulers = Schedulers(self._main.scheduler)
         self._prompts = Prompts()
         self._set_up_hub()
         self._options = OptionCheck(self._pipelines, entry.image.guidance_scale)
@@ -542,8 +531,7 @@ class ImageModel:
         if self._resume(slot, item):
             return
         pipeline = self._pipelines.of(item)
-        scheduler = _with_times_on_host(self._scheduler(item.scheduler))
-        own = self._interception.own(pipeline, scheduler)
+        own = self._interception.own(pipeline, self._schedulers.create(item.scheduler))
         adapter = self.adapters.of(item)
         is_varied = self.adapters.changes_prompts(adapter)
         variant = f"{item.adapter}@{item.adapter_scale}" if is_varied else ""
@@ -562,7 +550,7 @@ class ImageModel:
             if isinstance(outcome, Exception):
                 outcomes[slot] = _as_error(outcome)
                 continue
-            self._encoding[slot] = drawing.item, self._encode(drawing, copy_to_host(outcome))
+            self._encoding[slot] = drawing.item, self._files.begin(drawing, copy_to_host(outcome))
         if not self._drawings and self._encoding:
             wait([future for _, future in self._encoding.values()], return_when="FIRST_COMPLETED")
         for slot, (_, future) in list(self._encoding.items()):
@@ -570,36 +558,6 @@ class ImageModel:
                 outcomes[slot] = future.result()
                 del self._encoding[slot]
         return outcomes
-
-    def _encode(self, drawing: Drawing, pixels: HostCopy) -> Future[Result | PenstockError]:
-        """Encodes an image file, on a thread unless the image is small."""
-        finish = partial(_finish, drawing.item, drawing.lost.count, pixels)
-        if self._device.type == "cpu" and drawing.pixels <= _ENCODED_AT_ONCE:
-            done: Future[Result | PenstockError] = Future()
-            done.set_result(finish())
-            return done
-        # A forked process doesn't inherit its parent's threads.
-        if self._png_threads is None or self._png_threads[0] != os.getpid():
-            self._png_threads = os.getpid(), ThreadPoolExecutor(_PNG_THREADS, "png")
-        return self._png_threads[1].submit(finish)
-
-    def _scheduler(self, name: str) -> Any:
-        """Returns a new scheduler with the settings from the folder.
-
-        The scheduler's state must not carry over between items.
-        """
-        config = self._own_scheduler.config
-        if name == OWN_SCHEDULER or isinstance(
-            self._own_scheduler, diffusers.FlowMatchEulerDiscreteScheduler
-        ):
-            return type(self._own_scheduler).from_config(config)
-        # Some schedulers iterate over every training timestep when created, which takes half a
-        # second for dpm2.
-        if name not in self._unused_schedulers:
-            choice = SCHEDULERS[name]
-            kind = getattr(diffusers, choice.class_name)
-            self._unused_schedulers[name] = kind.from_config(config, **choice.options)
-        return copy.deepcopy(self._unused_schedulers[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -616,46 +574,8 @@ class _Aside:
         return self.item.room or self.item.length
 
 
-def _finish(
-    item: PreparedImage, truncated_tokens: int | None, copied: HostCopy
-) -> Result | PenstockError:
-    (pixels,) = copied.wait()
-    if pixels is None:
-        return ModelFailed(
-            "the image has NaN or infinite values; the precision may be too low for this model"
-        )
-    if item.mask is not None:
-        pixels = paste(pixels, item)
-    return ImageResult(
-        image=Blob("image/png", encode(pixels)),
-        width=item.width,
-        height=item.height,
-        seed=item.seed,
-        pixel_steps=item.length,
-        truncated_tokens=truncated_tokens,
-        adapter=item.adapter or None,
-    )
-
-
 def _as_error(error: Exception) -> PenstockError:
     if isinstance(error, PenstockError):
         return error
     log.warning("image failed", exc_info=error)
     return ModelFailed(f"{type(error).__name__}: {error}")
-
-
-def _with_times_on_host(scheduler: Any) -> Any:
-    """Returns a scheduler that keeps its timesteps on the host.
-
-    If they were on a device, each comparison would have to wait for the device.
-    """
-    set_timesteps = scheduler.set_timesteps
-
-    @wraps(set_timesteps)
-    def set_on_host(*args: Any, **kwargs: Any) -> None:
-        if "device" in kwargs:
-            kwargs["device"] = "cpu"
-        set_timesteps(*args, **kwargs)
-
-    scheduler.set_timesteps = set_on_host
-    return scheduler

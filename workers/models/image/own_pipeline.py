@@ -139,7 +139,7 @@ class Interception:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._shared: dict[int, dict[str, Shared]] = {}
+        self._shared: dict[int, dict[str, Any]] = {}
         self._parts: dict[int, dict[str, Part]] = {}
 
     def own(self, pipeline: Any, scheduler: Any | None = None) -> Any:
@@ -150,10 +150,9 @@ class Interception:
                 the pipeline's own.
         """
         mine = copy.copy(pipeline)
-        object.__setattr__(mine, "_own_device", pipeline.device)
         mine.__class__ = _own_kind(cast("Hashable", type(pipeline)))
         # Pipelines write changed values to their settings, which all copies share.
-        for name, shared in self._stand_ins(pipeline).items():
+        for name, shared in self._find_shared_attributes(pipeline).items():
             object.__setattr__(mine, name, shared)
         own_scheduler = getattr(pipeline, "scheduler", None)
         if scheduler is None and own_scheduler is not None:
@@ -161,7 +160,8 @@ class Interception:
         object.__setattr__(mine, "scheduler", scheduler)
         return mine
 
-    def _stand_ins(self, pipeline: Any) -> dict[str, Shared]:
+    def _find_shared_attributes(self, pipeline: Any) -> dict[str, Any]:
+        """Returns a pipeline's device, which takes milliseconds to find, and its stand-ins."""
         known = self._shared.get(id(pipeline))
         if known is None:
             known = self._shared[id(pipeline)] = {
@@ -169,6 +169,7 @@ class Interception:
                 for name, module in pipeline.components.items()
                 if isinstance(module, torch.nn.Module)
             }
+            known["_own_device"] = pipeline.device
         return known
 
     def stand_in(self, name: str, module: Any, **corrections: Any) -> Shared:

@@ -17,10 +17,11 @@ from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import resca
 
 from workers.models.image.calls import Batch, Call, Part, join, split
 from workers.models.image.compilation import EagerCalls, cheapest_cover
+from workers.models.image.controls import add_up
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.drawing import Drawing
-from workers.models.image.guides import IpAdapters, add_up
 from workers.models.image.hub import Batching
+from workers.models.image.ip_adapters import IpAdapters
 from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
