@@ -72,6 +72,7 @@ ENV HF_HOME=/var/cache/penstock/hub \
     PYTHONUNBUFFERED=1 \
     TORCHINDUCTOR_CACHE_DIR=/var/cache/penstock/inductor \
     TRITON_CACHE_DIR=/var/cache/penstock/triton \
+    VLLM_CACHE_ROOT=/var/cache/penstock/vllm \
     CUDA_CACHE_PATH=/var/cache/penstock/cuda \
     CUDA_CACHE_MAXSIZE=268435456
 RUN install -d /etc/penstock \

@@ -221,9 +221,7 @@ def gpu_class(gpu: Gpu) -> str:
 
     Terraform labels its pools with this class.
     """
-    parts = {
-        f"-{gpu.count}gpus": gpu.count > 1,
-        "-mps": gpu.sharing == "mps",
-        "-flex": gpu.provisioning == "flex-start",
-    }
-    return f"{gpu.type}-x{gpu.share}" + "".join(part for part, is_in in parts.items() if is_in)
+    several = f"-{gpu.count}gpus" if gpu.count > 1 else ""
+    mps = "-mps" if gpu.sharing == "mps" else ""
+    flex = "-flex" if gpu.provisioning == "flex-start" else ""
+    return f"{gpu.type}-x{gpu.share}{several}{mps}{flex}"

@@ -104,16 +104,15 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
         "PENSTOCK_MEMORY_FRACTION": f"{memory_fraction(gpu):g}",
     }
     grace_s = PAUSE_S + drain_s + margin_s
+    processes = processes_of(group.models)
     if gpu.type == "none":
         # A container sees all of the node's cores, so its share is set explicitly.
-        processes = processes_of(group.models)
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
             "PENSTOCK_PROCESSES": str(processes),
             "PENSTOCK_THREADS": str(max(1, int(CPU_ONLY["cpu"]) // processes)),
         }
         return Placement((), {}, (), _resources(CPU_ONLY), settings, grace_s)
-    processes = processes_of(group.models)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
         settings["PENSTOCK_SPOT"] = "false"  # otherwise, the pod has no way to find out

@@ -137,6 +137,8 @@ def _unshareable(
             f"{name!r} has GPU {_gpu_words(model.gpu)}, but {first.name!r} has "
             f"{_gpu_words(first.gpu)}; models that share workers must have the same GPU"
         )
+    if model.engine == "vllm" and model.gpu.type != "none":
+        return f"{name!r} has engine vllm, which reserves its GPU's memory; remove it from the list"
     if "replicas" in model.model_fields_set:
         return (
             f"{name!r} must not set replicas because its shared workers set them; remove "

@@ -109,3 +109,21 @@ def test_wrong_lists_are_refused_with_line_and_reason(
     where = f"{tmp_path}/models.yaml:{line}: {place}{': ' if place else ''}"
     assert caught.value.message.startswith(where)
     assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(("gpu", "is_refused"), [("{type: l4}", True), ("{}", False)])
+def test_vllm_does_not_share_its_gpu_with_other_models(
+    tmp_path: Path, gpu: str, is_refused: bool
+) -> None:
+    entries = "".join(
+        f"- {{name: {name}, task: text, engine: {engine}, source: 'hf:a/{name}',"
+        f" batch: {{max_tokens: 4096}}, gpu: {gpu}}}\n"
+        for name, engine in (("writer", "vllm"), ("talker", "auto"))
+    )
+    path = tmp_path / "models.yaml"
+    path.write_text(f"models:\n{entries}workers: [{{name: both, models: [talker, writer]}}]\n")
+    if not is_refused:
+        assert len(read_catalog(path).worker_groups) == 1
+        return
+    with pytest.raises(ConfigurationError, match="'writer' has engine vllm, which reserves its"):
+        read_catalog(path)

@@ -114,11 +114,12 @@ class EngineClient:
             process,
             self._dialect,
             self._entry.batch.max_items,
-            self._entry.generation.chunk_tokens,
+            self._dialect.part_tokens(self._hardware),
             shares_with_all=self._entry.cache.scope == "global",
         )
         try:
             await self._check_context(process)
+            await self._check_cache(process)
             await self._warm_up(engine)
             if self._is_closed:
                 raise ModelFailed("the engine is no longer needed")
@@ -142,6 +143,16 @@ class EngineClient:
                 f"generation.context_tokens: {wanted} exceeds the model's maximum of {limit} "
                 "tokens",
                 field="generation.context_tokens",
+            )
+
+    async def _check_cache(self, process: EngineProcess) -> None:
+        tokens, budget = await process.cache_tokens(), self._entry.budget
+        if tokens is not None and tokens < budget:
+            raise ConfigurationError(
+                f"batch.max_tokens: the keys and values of {budget} tokens exceed the memory for "
+                f"them, which has room for {tokens}; set it to at most {tokens}, or use a GPU with "
+                "more memory or a larger gpu.count",
+                field="batch.max_tokens",
             )
 
     async def _warm_up(self, engine: Engine) -> None:

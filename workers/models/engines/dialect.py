@@ -51,7 +51,8 @@ class Launch:
         to the few variables that the server gets. `context_keys`: where to find the maximum number
         of tokens per text in the document at `context_path`. `safe_lines`: log lines from a ready
         server that operators may read, because they can't contain a prompt. `has_metrics`: True if
-        the server has Prometheus metrics at /metrics.
+        the server has Prometheus metrics at /metrics. `causes`: log lines that contain the reason
+        for a failed start, because the log may end with something else.
     """
 
     settings: Mapping[str, Any]
@@ -60,6 +61,7 @@ class Launch:
     safe_lines: re.Pattern[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     has_metrics: bool = False
+    causes: re.Pattern[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,10 @@ class EngineDialect(ABC):
         Raises:
             ConfigurationError: the engine can't run this model, or is not installed.
         """
+
+    def part_tokens(self, hardware: Hardware) -> int:
+        """Returns the number of prompt tokens that the engine reads at a time."""
+        return self.entry.generation.chunk_tokens
 
     @abstractmethod
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:

@@ -30,6 +30,7 @@ NAMES = frozenset(
     }
 )
 """The metrics to pass on. Counters are listed without `_total`."""
+CACHE_METRIC = "vllm:cache_config_info{"
 ENGINE_PREFIX, PREFIX = "vllm:", "penstock_engine_"
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,17 @@ class EngineMetrics(Collector):
 
 ENGINES = EngineMetrics()
 REGISTRY.register(ENGINES)
+
+
+def read_cache_tokens(text: str) -> int | None:
+    """Returns how many tokens' keys and values fit in vLLM's cache. None if not in its metrics."""
+    for line in text.splitlines():
+        if line.startswith(CACHE_METRIC):
+            (family,) = text_string_to_metric_families(line)
+            # Unlike the number of blocks, it is also correct for hybrid models.
+            tokens = family.samples[0].labels.get("kv_cache_size_tokens", "")
+            return int(tokens) if tokens.isdigit() else None
+    return None
 
 
 def _rename(name: str) -> str:

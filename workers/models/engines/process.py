@@ -22,7 +22,8 @@ from shared.process.process_tree import list_tree
 from workers.models.engines import program
 from workers.models.engines.dialect import Launch, Post
 from workers.models.engines.engine_http import EngineHttp
-from workers.models.engines.engine_metrics import MetricsEndpoint
+from workers.models.engines.engine_metrics import PATH as METRICS_PATH
+from workers.models.engines.engine_metrics import MetricsEndpoint, read_cache_tokens
 
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
@@ -41,8 +42,13 @@ LAST_LINES_LIMIT_S = 1.0
 open.
 """
 MAX_LINES = 40
-MAX_LINE_CHARS = 200
-_PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
+MAX_LINE_CHARS = 600
+_CACHES = ("HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "CUDA_CACHE_MAXSIZE")
+"""Folders for compiled kernels, so that a restarted engine finds them, and the size of one."""
+_PASSED_ON = (
+    *("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY"),
+    *_CACHES,
+)
 """The only variables the process gets from our environment. None of them contain keys, addresses,
 or tokens.
 """
@@ -72,6 +78,7 @@ class EngineProcess:
         self._folder = folder
         self._key = key
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
+        self._causes: deque[str] = deque(maxlen=MAX_LINES)
         self._reading: asyncio.Task[None] | None = None
         self._http: EngineHttp | None = None
 
@@ -135,6 +142,8 @@ class EngineProcess:
                         is_ready = True
                         break
                     self._lines.append(line)
+                    if self._launch.causes is not None and self._launch.causes.match(line):
+                        self._causes.append(line)
         except TimeoutError as error:
             reason = f"the engine was not ready within {timeout_s:g} s{self.last_lines()}"
             raise ModelFailed(reason) from error
@@ -143,6 +152,7 @@ class EngineProcess:
                 f"the engine can't run this model{self.last_lines()}", field="source"
             )
         self._lines.clear()
+        self._causes.clear()
         self._reading = asyncio.create_task(self._read_lines())
         self._http = EngineHttp(settings["socket"], self._key)
 
@@ -162,8 +172,8 @@ class EngineProcess:
         return sum(_measure_memory(pid) for pid in list_tree(self.pid))
 
     def last_lines(self) -> str:
-        """Returns the end of the process's output, for operators."""
-        return "".join(f"\n{line}" for line in self._lines)
+        """Returns the causes of a failed start or else the end of the output, for operators."""
+        return "".join(f"\n{line}" for line in self._causes or self._lines)
 
     @property
     def post(self) -> Post:
@@ -188,6 +198,21 @@ class EngineProcess:
             return int(part)
         except (OSError, msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
             raise ModelFailed(f"the engine did not report its context size: {error!r}") from error
+
+    async def cache_tokens(self) -> int | None:
+        """Returns how many tokens' keys and values the server keeps, or None if not reported.
+
+        Raises:
+            ModelFailed: the server does not respond.
+        """
+        if not self._launch.has_metrics:
+            return None
+        assert self._http is not None, "it is ready; this is a bug"
+        try:
+            metrics = await self._http.get(METRICS_PATH)
+        except OSError as error:
+            raise ModelFailed(f"the engine did not report its cache size: {error!r}") from error
+        return read_cache_tokens(metrics.decode(errors="replace"))
 
     async def wait(self) -> int:
         """Waits for the process to exit. Returns its exit status."""

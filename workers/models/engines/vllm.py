@@ -23,6 +23,7 @@ import numpy as np
 
 from shared.errors import MALFORMED, BadInput, ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
+from shared.models.entry import MAX_STARTUP_S
 from workers.models.base import PreparedPrompt
 from workers.models.engines.adapters import RANKS, read_rank
 from workers.models.engines.dialect import (
@@ -46,6 +47,8 @@ COMMAND = "vllm"
 PATH = "/v1/completions"
 BLOCK_TOKENS = 32
 _GPU_MEMORY_SHARE = 0.9
+_GPU_PART_TOKENS = 2048
+"""Default for `generation.chunk_tokens` on a GPU, which smaller parts would not fill."""
 _FP32_BYTES = 4
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -54,6 +57,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_COLOR": "0",
     # The worker assigns the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # The worker's own limit ends the start.
+    "VLLM_ENGINE_READY_TIMEOUT_S": str(int(MAX_STARTUP_S)),
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Some functions are compiled even with --enforce-eager, which made log probabilities crash the
@@ -72,6 +77,10 @@ _DEAD = "EngineCore encountered an issue"
 _ENDING = "abort"
 """The finish reason for a text that ended because the server is shutting down. Nothing else aborts
 texts.
+"""
+_CAUSES = re.compile(r"\([\w-]+ pid=\d+\) ERROR [^\]]+\] [\w.]*(Error|Exception): ")
+"""The last lines of its processes' tracebacks. A longer one of the process that started them, which
+does not have the cause, follows.
 """
 _SAFE_LINES = re.compile(
     r"\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[(core|core_client|utils|launcher)\.py:\d+\]"
@@ -92,7 +101,7 @@ class Vllm(EngineDialect):
                 field="engine",
             )
         is_cpu = hardware.device == "cpu"
-        options = _options(self.entry, hardware.memory_fraction)
+        options = _options(self.entry, hardware.memory_fraction, self.part_tokens(hardware))
         items = self.entry.batch.max_items
         options |= _options_of_adapters(self.adapters, items, is_cpu=is_cpu)
         environment = _ENVIRONMENT
@@ -116,7 +125,14 @@ class Vllm(EngineDialect):
             safe_lines=_SAFE_LINES,
             environment=environment,
             has_metrics=True,
+            causes=_CAUSES,
         )
+
+    def part_tokens(self, hardware: Hardware) -> int:
+        generation = self.entry.generation
+        if hardware.device == "cpu" or "chunk_tokens" in generation.model_fields_set:
+            return generation.chunk_tokens
+        return _GPU_PART_TOKENS
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
         """Returns whether the grammar and penalties apply to the whole text.
@@ -204,19 +220,18 @@ class Vllm(EngineDialect):
         }
 
 
-def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
+def _options(entry: Model, gpu_share: float, part_tokens: int) -> dict[str, Any]:
     items = entry.batch.max_items
     return {
         "dtype": _DTYPES[entry.precision],
         "max-model-len": entry.generation.context_tokens,
         "max-num-seqs": items,
         # A step has room for part of a prompt, plus the partial last block of each text.
-        "max-num-batched-tokens": entry.generation.chunk_tokens + items * (BLOCK_TOKENS + 1),
+        "max-num-batched-tokens": part_tokens + items * (BLOCK_TOKENS + 1),
         "enable-chunked-prefill": True,
         "enable-prefix-caching": True,
         "enable-prompt-tokens-details": True,
         "block-size": BLOCK_TOKENS,
-        "num-gpu-blocks-override": count_blocks(entry),
         "gpu-memory-utilization": min(_GPU_MEMORY_SHARE, gpu_share),
         # Its grammars come from llguidance, which also enforces the schema here.
         "structured-outputs-config": json.dumps({"backend": "guidance"}),
@@ -253,15 +268,17 @@ def _options_of_adapters(
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Returns options with the size of the keys and values in fp32, the maximum.
 
-    Otherwise, vLLM requires a share of the whole machine to be free.
+    Otherwise, vLLM requires a share of the whole machine to be free. On a GPU, vLLM measures how
+    much memory is left for them.
     """
+    number = {"num-gpu-blocks-override": blocks}
     try:
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads
         values = config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * width
     except (KeyError, TypeError):
-        return {}
-    return {"kv-cache-memory-bytes": 2 * values * _FP32_BYTES * blocks * BLOCK_TOKENS}
+        return number
+    return number | {"kv-cache-memory-bytes": 2 * values * _FP32_BYTES * blocks * BLOCK_TOKENS}
 
 
 def _argument(name: str, value: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
 ANSWER is `stream` or `body`: the kind of response during which the engine dies or hangs at PLACE.
+`room for N` reports that number of tokens as the size of the cache.
 `hang after FILE` creates FILE and hangs before the head, unless FILE exists.
 It writes the tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
@@ -40,6 +41,12 @@ class FakeEngine(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.path == "/metrics" and self.place.startswith("room for "):
+            tokens = self.place.removeprefix("room for ")
+            self._send_body(
+                f'vllm:cache_config_info{{kv_cache_size_tokens="{tokens}"}} 1.0\n'.encode()
+            )
+            return
         models = [] if self.place == "without a context" else [{"max_model_len": CONTEXT_TOKENS}]
         self._send_body(json.dumps({"data": models}).encode())
 

@@ -23,14 +23,18 @@ from typing import Any
 
 import pytest
 
-from shared.errors import ModelFailed
+from shared.errors import ConfigurationError, ModelFailed
 from shared.models.tasks.text import GenerationResult
 from shared.process.process_tree import list_tree
 from tests.limits import WAIT_LIMIT_S
 from tests.waiting import until
 from tests.workers.models.generation import fake_engine, tiny
 from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
-from tests.workers.models.generation.test_vllm import COMMAND_OF_TEST, wait_until_gone
+from tests.workers.models.generation.test_vllm import (
+    COMMAND_OF_TEST,
+    read_environments,
+    wait_until_gone,
+)
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process, steps
@@ -73,6 +77,34 @@ sys.argv[1:1] = ["vllm", "body", place]
 runpy.run_path({fake_engine!r}, run_name="__main__")
 """
 """A `vllm` whose second start fails."""
+
+
+RESERVES_ROOM = """
+import runpy, sys
+
+sys.argv[1:1] = ["vllm", "body", "room for {tokens}"]
+runpy.run_path({fake_engine!r}, run_name="__main__")
+"""
+"""A `vllm` with room for this many tokens."""
+CAUSE = (
+    "(EngineCore pid=7) ERROR 11-30 16:00:30 [core.py:1510] ValueError: To serve at least one "
+    "request with the model's max seq len (131072), (16.0 GiB KV cache is needed, which is larger "
+    "than the available KV cache memory (5.2 GiB). Based on the available memory, the estimated "
+    "maximum model length is 42592."
+)
+EXPLAINS_EARLY = f"""
+import sys
+
+head, _, error = {CAUSE!r}.partition("ValueError")
+print(head + "EngineCore failed to start.")
+print(head + '  File "core.py", line 1482, in run_engine_core')
+print({CAUSE!r})
+for line in range(60):
+    print(f'  File "core_client.py", line {{line}}, in __init__')
+print("RuntimeError: Engine core initialization failed. See root cause above.")
+sys.exit(1)
+"""
+"""A `vllm` that fails like version 0.32, in which the cause is far above the last line."""
 
 
 FLOODS = "while True: print('x' * 5000, flush=True)"
@@ -248,15 +280,8 @@ async def test_a_text_dropped_while_its_prompt_is_read_frees_its_slot(
 async def test_an_engine_whose_restart_failed_is_started_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command, program = tmp_path / "vllm", tmp_path / "vllm.py"
-    program.write_text(FAILS_ONCE.format(fake_engine=fake_engine.__file__))
-    # A path in a "#!" line can't contain spaces.
-    command.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"\n'
-    )
-    command.chmod(0o755)
+    install_vllm(tmp_path, monkeypatch, FAILS_ONCE.format(fake_engine=fake_engine.__file__))
     (tmp_path / "starts").touch()
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     client = await EngineClient.start(
         tiny.entry(engine="vllm"),
         Vocabulary(folder),
@@ -282,6 +307,62 @@ async def test_an_engine_whose_restart_failed_is_started_again(
     finally:
         await client.close()
         serving.cancel()
+
+
+def install_vllm(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Puts a command `vllm` that runs this code on the PATH."""
+    command, program = folder / "vllm", folder / "vllm.py"
+    program.write_text(code)
+    # A path in a "#!" line can't contain spaces.
+    command.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(program))} "$@"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+async def start_vllm(folder: Path) -> EngineClient:
+    vocabulary = Vocabulary(folder)
+    vocabulary.load()
+    entry = tiny.entry(engine="vllm")
+    return await EngineClient.start(
+        entry, vocabulary, {}, Hardware("cpu", 1), WAIT_LIMIT_S, no_room
+    )
+
+
+async def test_a_failed_start_is_explained_by_its_cause(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_vllm(tmp_path, monkeypatch, EXPLAINS_EARLY)
+    with pytest.raises(ConfigurationError) as caught:
+        await start_vllm(folder)
+    (_, *lines) = str(caught.value.message).splitlines()
+    assert lines == [CAUSE]
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(tiny.entry().budget - 1, False), (10**6, True)])
+async def test_a_budget_that_exceeds_the_memory_is_refused_with_its_maximum(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, fits: bool
+) -> None:
+    code = RESERVES_ROOM.format(fake_engine=fake_engine.__file__, tokens=tokens)
+    install_vllm(tmp_path, monkeypatch, code)
+    if fits:
+        await (await start_vllm(folder)).close()
+        return
+    with pytest.raises(ConfigurationError, match=f"set it to at most {tokens}, or use") as caught:
+        await start_vllm(folder)
+    assert caught.value.field == "batch.max_tokens"
+
+
+async def test_an_engine_finds_the_folders_for_its_caches(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "kernels"))
+    async with opened(folder, "vllm", "stream", "") as engine:
+        environment = read_environments(engine.process.pid).split(b"\0")
+    assert f"HOME={tmp_path}".encode() in environment
+    assert f"VLLM_CACHE_ROOT={tmp_path / 'kernels'}".encode() in environment
 
 
 async def no_room() -> bool:

@@ -362,6 +362,25 @@ def test_a_model_is_split_between_its_gpus(folder: Path, command: None) -> None:
     assert "--tensor-parallel-size" not in on_cpu.settings["command"]
 
 
+def test_a_gpu_decides_how_much_is_kept_and_read_at_a_time(folder: Path, command: None) -> None:
+    generation = {name: size for name, size in LONG["generation"].items() if name != "chunk_tokens"}
+    dialect = Vllm(entry(generation=generation), Vocabulary(folder))
+    gpu, cpu = (dialect.launch(Hardware(device, 1)) for device in ("cuda:0", "cpu"))
+    assert "--num-gpu-blocks-override" not in gpu.settings["command"]
+    assert "--kv-cache-memory-bytes" not in gpu.settings["command"]
+    assert int(option(cpu, "num-gpu-blocks-override")) * BLOCK >= entry().budget
+    assert int(option(gpu, "max-num-batched-tokens")) > 2048
+    assert int(option(cpu, "max-num-batched-tokens")) < 1024
+    chosen = Vllm(entry(), Vocabulary(folder)).launch(Hardware("cuda:0", 1))
+    assert int(option(chosen, "max-num-batched-tokens")) < 1024
+
+
+def test_vllm_has_more_time_to_start_unless_the_entry_sets_it() -> None:
+    assert entry().startup_s == 900
+    assert entry(startup_s=200).startup_s == 200
+    assert tiny.entry().startup_s == 180
+
+
 @pytest.mark.parametrize("more", [{}, {"engine": "auto"}, {"engine": "vllm"}])
 def test_the_entry_of_the_first_release_selects_the_engine(more: dict[str, str]) -> None:
     old = tiny.entry(backend="vllm", **more)
