@@ -1,6 +1,8 @@
 """Every encoder agrees with the folder's transformer, computed text by text in torch fp32."""
 
 import dataclasses
+import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -181,6 +183,24 @@ def test_onnx_refuses_what_it_can_not_load(tiny: Path, tmp_path: Path) -> None:
         OnnxEncoder(settings_of(tiny), tmp_path / "noise.onnx", device="cpu", threads=1).open()
     with pytest.raises(ConfigurationError, match="does not have the required provider"):
         OnnxEncoder(settings_of(tiny), tiny / "typed.onnx", device="tpu", threads=1).open()
+
+
+def test_onnx_asks_for_the_memory_of_the_gpu_that_cuda_shows(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, arguments = tmp_path / "nvidia-smi", tmp_path / "arguments"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {shlex.quote(str(arguments))}\necho "NVIDIA L4, 23034"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-7")
+    providers = ["CUDAExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
+    (tmp_path / "noise.onnx").write_bytes(b"no graph")
+    with pytest.raises(ConfigurationError, match=r"noise\.onnx"):
+        OnnxEncoder(settings_of(tiny), tmp_path / "noise.onnx", device="cuda:1", threads=1).open()
+    assert "--id=GPU-7" in arguments.read_text()
 
 
 def test_an_entry_for_onnx_needs_a_graph(catalog: Catalog, minilm_folder: Path) -> None:

@@ -34,6 +34,7 @@ from workers.models.custom.aside import AsideClass
 from workers.models.custom.client import ClassClient
 from workers.models.custom.trial import read_assignments, read_file
 from workers.models.custom.variables import entry_variables
+from workers.models.gpus import VARIABLE, gpu_variables
 from workers.models.reports import BatchResult, ItemEnded, StepMessage
 
 MIB = 1024 * 1024
@@ -379,9 +380,10 @@ def _cpu_model() -> str:
 def _gpu() -> str:
     """Returns the name of the first GPU that a class sees here, or `cpu`."""
     program = shutil.which("nvidia-smi")
-    if program is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if program is None or os.environ.get(VARIABLE) in ("", "-1"):
         return CPU
-    command = [program, "--query-gpu=name", "--format=csv,noheader"]
+    first = gpu_variables("cuda:0")[VARIABLE]
+    command = [program, f"--id={first}", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30.0, check=True)
     except (OSError, subprocess.SubprocessError):

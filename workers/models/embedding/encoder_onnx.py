@@ -17,6 +17,7 @@ from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import OutOfMemory
 from workers.models.embedding.model import pad_texts
 from workers.models.embedding.model_folder import SentenceFolder
+from workers.models.gpus import VARIABLE, gpu_variables
 from workers.models.processors import has_vnni
 
 _ASK_GPU_LIMIT_S = 10.0
@@ -93,7 +94,7 @@ class OnnxEncoder:
                 f"device {wanted!r}: this ONNX Runtime does not have the required provider",
                 field="device",
             )
-        name, memory_bytes = _ask_gpu(number or "0")
+        name, memory_bytes = _ask_gpu(f"cuda:{number or 0}")
         limit = str(int(memory_bytes * self._memory_fraction))
         return ("CUDAExecutionProvider", {"device_id": number or "0", "gpu_mem_limit": limit}), name
 
@@ -169,11 +170,11 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     return options
 
 
-def _ask_gpu(number: str) -> tuple[str, int]:
+def _ask_gpu(device: str) -> tuple[str, int]:
     """Returns a GPU's name and its memory in bytes."""
     words = [
-        "nvidia-smi",
-        f"--id={number}",
+        "nvidia-smi",  # counts the GPUs that CUDA hides, too
+        f"--id={gpu_variables(device)[VARIABLE]}",
         "--query-gpu=name,memory.total",
         "--format=csv,noheader,nounits",
     ]
@@ -183,7 +184,7 @@ def _ask_gpu(number: str) -> tuple[str, int]:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
-            f"device cuda:{number}: not found by nvidia-smi ({error})", field="device"
+            f"device {device}: not found by nvidia-smi ({error})", field="device"
         ) from error
     name, _, memory_mib = output.strip().rpartition(",")
     return name.strip(), int(memory_mib) * 1024 * 1024
