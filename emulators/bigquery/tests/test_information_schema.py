@@ -123,6 +123,19 @@ def test_partitions_of_ranges_and_of_ingestion_are_named(client: bigquery.Client
     assert ("i", "2026013114", 1) in rows_of(client, names)
 
 
+def test_partitions_of_all_of_int64_are_named(client: bigquery.Client) -> None:
+    ranges = f"GENERATE_ARRAY({-(2**63)}, {2**63 - 1}, {2**62})"
+    rows_of(client, f"CREATE TABLE d.w (id INT64) PARTITION BY RANGE_BUCKET(id, {ranges})")
+    rows_of(client, f"INSERT INTO d.w VALUES ({-(2**63)}), (-1), ({2**63 - 2}), ({2**63 - 1})")
+    names = f"SELECT partition_id FROM {VIEWS}.PARTITIONS WHERE table_name = 'w' ORDER BY 1"
+    assert [name for (name,) in rows_of(client, names)] == [
+        str(-(2**62)),
+        str(-(2**63)),
+        str(2**62),
+        "__UNPARTITIONED__",
+    ]
+
+
 def test_datasets_of_a_project_are_listed(client: bigquery.Client) -> None:
     rows_of(client, "CREATE SCHEMA e OPTIONS(location='EU', description='other')")
     for place in ("", f"`{client.project}`.", "`region-us`.", f"`{client.project}`.`region-us`."):

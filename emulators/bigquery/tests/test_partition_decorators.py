@@ -140,3 +140,13 @@ def test_a_copy_does_not_move_rows_between_times_of_ingestion(client: bigquery.C
     client.copy_table(*names).result(timeout=WAIT_LIMIT_S)
     days = "SELECT CAST(_PARTITIONDATE AS STRING), n FROM d.copy"
     assert rows_of(client, days) == [("2026-01-31", 1)]
+
+
+def test_the_last_partition_of_a_range_ends_with_the_range(client: bigquery.Client) -> None:
+    ranges = "PARTITION BY RANGE_BUCKET(id, GENERATE_ARRAY(0, 25, 10))"
+    rows_of(client, f"CREATE TABLE d.s (id INT64) {ranges}")
+    rows_of(client, "INSERT INTO d.s VALUES (24), (25)")
+    write(client, "s$20", "SELECT 21 AS id", "WRITE_TRUNCATE")
+    assert rows_of(client, "SELECT id FROM d.s ORDER BY id") == [(21,), (25,)]
+    with pytest.raises(BadRequest, match="Some rows belong to different partitions"):
+        write(client, "s$20", "SELECT 25 AS id", "WRITE_APPEND")

@@ -80,7 +80,9 @@ def partition_id_sql(partitioning: Partitioning) -> str:
         if partitioning.interval is None:
             return f"'{_NULL}'"
         start, end, step = partitioning.start, partitioning.end, partitioning.interval
-        named = f"CAST({column} - ({column} - {start}) % {step} AS VARCHAR)"
+        # The distance from the start may exceed INT64.
+        value = f"CAST({column} AS HUGEINT)"
+        named = f"CAST({value} - ({value} - {start}) % {step} AS VARCHAR)"
         inside = f"{column} >= {start} AND {column} < {end}"
         return (
             f"CASE WHEN {column} IS NULL THEN '{_NULL}' WHEN {inside} THEN {named}"
@@ -102,7 +104,8 @@ def _range_condition(table: TableResource, column: str, partition_id: str) -> st
         raise InvalidError(
             f"Invalid partition decorator: ${partition_id} is not the start of a partition"
         )
-    return f"{column} >= {start} AND {column} < {start + partitioning.interval}"
+    end = min(start + partitioning.interval, partitioning.end)
+    return f"{column} >= {start} AND {column} < {end}"
 
 
 def _partitioning(table: TableResource) -> Partitioning:
