@@ -167,6 +167,8 @@ TEXTS: list[tuple[str, Any]] = [
     ("UPPER('a') || LOWER('B')", "Ab"),
     ("TRIM(' a ')", "a"),
     ("LTRIM('xxa', 'x')", "a"),
+    ("CHR(0) || CHR(72)", "H"),
+    ("CODE_POINTS_TO_STRING([65, 0, 66])", "AB"),
     ("RTRIM('axx', 'x')", "a"),
     ("LENGTH('é')", 1),
     ("LENGTH(b'abc')", 3),

@@ -400,7 +400,9 @@ CREATE OR REPLACE MACRO bq.code_points_text(points) AS CASE
     WHEN len(list_filter(points, lambda p: p < 0 OR p > 1114111 OR p BETWEEN 55296 AND 57343)) > 0
       THEN CAST(bq.fail('Invalid codepoint') AS VARCHAR)
     WHEN points IS NOT NULL
-      THEN array_to_string(list_transform(points, lambda p: chr(CAST(greatest(0, least(p, 1114111)) AS INTEGER))), '') END;
+      -- A code point of 0 yields no character.
+      THEN array_to_string(list_transform(list_filter(points, lambda p: p <> 0),
+        lambda p: chr(CAST(greatest(0, least(p, 1114111)) AS INTEGER))), '') END;
 
 -- Only some Unicode spaces separate words in GoogleSQL.
 CREATE OR REPLACE MACRO bq.initcap(v, words) AS CASE

@@ -331,7 +331,7 @@ STRINGS: Functions = {
     "generate_uuid": lambda call: "CAST(uuid() AS VARCHAR)",
     "ascii": _of_text("bq.ascii({0})"),
     "contains_substr": _contains_substr,
-    "chr": "chr(CAST({0} AS INTEGER))",
+    "chr": "(CASE WHEN {0} = 0 THEN '' ELSE chr(CAST({0} AS INTEGER)) END)",
     "instr": _instr,
     "translate": _of_text("bq.translate({0}, {1}, {2})"),
     "unicode": _of_text("CAST(CASE WHEN {0} = '' THEN 0 ELSE unicode({0}) END AS BIGINT)"),
