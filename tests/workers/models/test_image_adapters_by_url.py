@@ -107,6 +107,11 @@ def huge_header(file: Path, world: World) -> None:
     file.write_bytes((2**62).to_bytes(8, "little") + b"{}")
 
 
+def long_header(file: Path, world: World) -> None:
+    """The library would read up to 100 MB."""
+    declare(file, {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, note=" " * (1 << 24))
+
+
 def deep_header(file: Path, world: World) -> None:
     header = b"[" * 1_000_000
     file.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -216,6 +221,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "pickle": (pickled, "not safetensors"),
     "zip": (zipped, "not safetensors"),
     "huge header": (huge_header, "not safetensors"),
+    "long header": (long_header, "not safetensors"),
     "deep header": (deep_header, "not safetensors"),
     "endless shape": (endless_shape, "not safetensors"),
     "text as shape": (repeated_text_as_shape, "not safetensors"),
