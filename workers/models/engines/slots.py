@@ -161,8 +161,8 @@ class AdapterPermit:
 class AdapterPermits:
     """Lets texts with the same adapter run together, while those with others wait for their turn.
 
-    Left to itself, llama.cpp would compute texts with other adapters only after the first text has
-    ended, because it computes only texts with the same adapter together.
+    llama.cpp computes only texts with the same adapter together, and doesn't guarantee that the
+    others continue before a text ends.
     """
 
     def __init__(self) -> None:

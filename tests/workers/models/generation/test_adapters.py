@@ -179,7 +179,7 @@ class TestLlamaCpp:
     async def test_a_long_text_lets_texts_with_other_adapters_take_turns(
         self, llama_cpp: PooledProcess
     ) -> None:
-        """Left to itself, llama.cpp would begin the others only after the first text has ended."""
+        """The others end long before the first text does."""
         ended: list[int] = []
 
         def note(message: StepMessage) -> None:
