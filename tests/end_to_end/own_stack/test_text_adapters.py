@@ -45,8 +45,7 @@ class Served:
     """A running pipeline, with the reference text for each name."""
 
     def __init__(self, folder: Path) -> None:
-        from tests.workers.models.generation.gguf_file import write_gguf
-        from tests.workers.models.generation.text_adapters import write_gguf_adapter
+        from tests.workers.models.generation.gguf_file import write_gguf, write_gguf_adapter
 
         weights = folder / "model"
         weights.mkdir()

@@ -7,6 +7,7 @@ import numpy as np
 from gguf import GGUFWriter, TokenType
 from safetensors.numpy import load_file
 
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -86,3 +87,27 @@ def in_order(
     rows, columns = weights.shape
     parts = weights.reshape(count, 2, rows // count // 2, columns)
     return np.ascontiguousarray(parts.swapaxes(1, 2).reshape(rows, columns))
+
+
+def write_gguf_adapter(weights: Path, adapter: Path, path: Path) -> Path:
+    """Converts an adapter the way llama.cpp's own script would."""
+    config = json.loads((weights / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32(
+        "adapter.lora.alpha",
+        json.loads((adapter / "adapter_config.json").read_text())["lora_alpha"],
+    )
+    for name, values in load_file(adapter / "adapter_model.safetensors").items():
+        layer, _, part = name.removeprefix(_PREFIX).removesuffix(_SUFFIX).rpartition(".")
+        own = f"{layer}{_SUFFIX}"
+        if part == "lora_B":
+            values = in_order(own, values, heads, kv_heads)
+        writer.add_tensor(f"{name_of(own)}.{part.lower()}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -74,8 +74,7 @@ class Adapted:
         return tiny.entry(engine=engine, precision=precision, **changes)
 
     def write_gguf(self) -> None:
-        from tests.workers.models.generation.gguf_file import write_gguf
-        from tests.workers.models.generation.text_adapters import write_gguf_adapter
+        from tests.workers.models.generation.gguf_file import write_gguf, write_gguf_adapter
 
         write_gguf(self.weights)
         for path in self.folders.values():
