@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from api.dispatch import reply_inbox
 from api.dispatch.reply_inbox import ERRORS, InboxLost
 from infra.local.redis_server import RedisServer
 from shared.broker.in_memory import InMemoryBroker
@@ -17,11 +18,17 @@ from shared.errors import ConfigurationError, DeadlineExceeded, Unavailable
 from shared.models.entry import Replies
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest
 from tests.api.inboxes import Broker, counted, in_memory, next_inbox, until
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
 OUTCOMES = ("unknown", "duplicate", "undecodable", "delivered")
+
+
+@pytest.fixture(autouse=True)
+def slow_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instances wait for a slow Redis instead of creating their own inboxes."""
+    monkeypatch.setattr(reply_inbox, "REDIS_LIMIT_S", REDIS_LIMIT_S)
 
 
 @pytest.fixture(params=["direct", "slots"])

@@ -188,7 +188,7 @@ async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
 async def _until_let_in(client: Any) -> None:
     """Waits until the API has learned that a tenant is no longer frozen."""
     while True:
-        with suppress(openai.AuthenticationError):
+        with suppress(openai.PermissionDeniedError):
             await client.batches.list()
             return
         await asyncio.sleep(0.02)
