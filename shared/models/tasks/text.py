@@ -325,6 +325,8 @@ class GenerationTask(Task):
                 "precision: int4 is not supported by engine vllm; omit it or use a source with "
                 "quantized weights"
             )
+        if entry.engine == "vllm" and entry.precision == "bf16" and entry.gpu.type == "t4":
+            raise ValueError("precision: bf16 is not supported by t4 GPUs; omit it or use fp16")
         if entry.engine == "llama.cpp" and entry.precision != "auto":
             raise ValueError(
                 f"precision: is determined by the model file with engine {entry.engine}; omit it "

@@ -59,6 +59,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # The worker's own limit ends the start.
     "VLLM_ENGINE_READY_TIMEOUT_S": str(int(MAX_STARTUP_S)),
+    # Requests with seeds don't use it, but vLLM would compile it at the start, with nvcc and ninja.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
 """Some functions are compiled even with --enforce-eager, which made log probabilities crash the
@@ -232,6 +234,8 @@ def _options(entry: Model, gpu_share: float, part_tokens: int) -> dict[str, Any]
         "enable-prefix-caching": True,
         "enable-prompt-tokens-details": True,
         "block-size": BLOCK_TOKENS,
+        # A fraction of the whole GPU, even with MPS, which limits the free memory that
+        # cudaMemGetInfo returns but not the total. vLLM starts only if the product is free.
         "gpu-memory-utilization": min(_GPU_MEMORY_SHARE, gpu_share),
         # Its grammars come from llguidance, which also enforces the schema here.
         "structured-outputs-config": json.dumps({"backend": "guidance"}),

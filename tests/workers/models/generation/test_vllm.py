@@ -24,7 +24,9 @@ import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
+from infra.kubernetes.placement import memory_fraction
 from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.models.entry import Gpu
 from shared.models.tasks.text import GenerationInput, GenerationResult
 from shared.process.process_tree import list_tree
 from tests.limits import WAIT_LIMIT_S
@@ -353,6 +355,21 @@ def test_each_place_sees_its_own_gpu(
     assert launch.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
+@pytest.mark.parametrize("share", [2, 3, 22])
+def test_workers_that_share_a_gpu_leave_room_for_their_contexts(
+    folder: Path, command: None, share: int
+) -> None:
+    """With MPS, each worker has an equal part of the GPU, which includes its CUDA context."""
+    fraction = memory_fraction(Gpu(type="l4", share=share, sharing="mps"))
+    launch = Vllm(entry(), Vocabulary(folder)).launch(Hardware("cuda:0", 1, fraction))
+    assert 0.88 / share < float(option(launch, "gpu-memory-utilization")) <= 0.92 / share
+
+
+def test_nothing_is_compiled_with_nvcc_when_vllm_starts(folder: Path, command: None) -> None:
+    launch = Vllm(entry(), Vocabulary(folder)).launch(Hardware("cuda:0", 1))
+    assert launch.environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+
+
 def test_a_model_is_split_between_its_gpus(folder: Path, command: None) -> None:
     dialect = Vllm(entry(gpu={"type": "l4", "count": 2}), Vocabulary(folder))
     launch = dialect.launch(Hardware("cuda:2", 1))
@@ -583,6 +600,7 @@ def process_state(pid: int) -> str:
     ("changes", "reason"),
     [
         ({"precision": "int4"}, "int4 is not supported by engine vllm"),
+        ({"precision": "bf16", "gpu": {"type": "t4"}}, "bf16 is not supported by t4 GPUs"),
         (
             {"generation": LONG["generation"] | {"lookup_tokens": 4}},
             "generation.lookup_tokens: is not supported by engine vllm",
