@@ -27,7 +27,7 @@ from shared.process.loopback import is_loopback
 from shared.settings import ApiSettings
 from shared.stores.key_stores import KeyCopy, key_store, list_served_names
 from shared.tenants.api_key import parse_key
-from shared.tenants.directory import BudgetHolder, Scope
+from shared.tenants.directory import BudgetHolder, Directory, Scope
 from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
@@ -48,6 +48,7 @@ _SCHEMES = frozenset({b"bearer", b"token"})
 
 _NOT_VALID = "the API key is invalid"
 _FROZEN = "this API key's tenant is frozen; contact the operator of this API"
+_LINK_FROZEN = "this link's tenant is frozen; contact the operator of this API"
 _REASONS = (
     f"an API key is required: {HOW_TO_SEND}",
     "two different API keys were sent; send only one",
@@ -203,6 +204,9 @@ class OpenOnLoopback:
                 )
         return _ANYONE
 
+    def check_tenant(self, tenant: str) -> None:
+        """Does nothing, because without keys, tenants can't be frozen."""
+
     async def meet(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Does nothing, because there are no keys to look up."""
 
@@ -252,6 +256,15 @@ class Access(Protocol):
             Unauthorized: the key is missing or invalid.
             Forbidden: this caller may not call the API at all.
             Unavailable: the keys are not known yet.
+        """
+        ...
+
+    def check_tenant(self, tenant: str) -> None:
+        """Checks the tenant of a signed link, because such a link needs no key.
+
+        Raises:
+            TenantFrozen: the tenant is frozen.
+            Unavailable: the tenants are not known yet.
         """
         ...
 
@@ -334,11 +347,8 @@ class ApiKeys:
         key = parse_key(sent.pop())
         if key is None:
             raise _count_denial("malformed", _NOT_VALID)
-        directory = self.directory.current()
-        if directory is None:
-            raise Unavailable(public="API keys can't be verified right now; try again")
         now_s = self._clock()
-        state, caller = directory.find(key, now_s)
+        state, caller = self._read_directory().find(key, now_s)
         if state == "valid":
             self.directory.uses[key.id] = int(now_s)
             return caller
@@ -346,6 +356,22 @@ class ApiKeys:
             state, _NOT_VALID if state == "unknown" else f"the API key is {state}"
         )
         raise TenantFrozen(_FROZEN) if state == "frozen" else denial
+
+    def check_tenant(self, tenant: str) -> None:
+        """Checks the tenant of a signed link, because such a link needs no key.
+
+        Raises:
+            TenantFrozen: the tenant is frozen.
+            Unavailable: the tenants are not known yet.
+        """
+        if self._read_directory().is_frozen(tenant):
+            raise TenantFrozen(_LINK_FROZEN)
+
+    def _read_directory(self) -> Directory:
+        directory = self.directory.current()
+        if directory is None:
+            raise Unavailable(public="API keys can't be verified right now; try again")
+        return directory
 
     async def meet(self, headers: RawHeaders) -> None:
         """Looks up the key in these headers if it is not known yet, within a time limit.

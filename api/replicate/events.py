@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Annotated
 
 from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from api.http.auth import Access
 from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD
@@ -132,6 +134,7 @@ class PredictionStreams:
         event_streams: EventStreams,
         generation_streams: GenerationStreams,
         url_signer: UrlSigner,
+        access: Access,
     ) -> None:
         self.recording = recording
         self._catalog = catalog
@@ -139,18 +142,22 @@ class PredictionStreams:
         self._event_streams = event_streams
         self._generation_streams = generation_streams
         self._url_signer = url_signer
+        self._access = access
 
     async def find_linked(
         self, prediction_id: str, record: str, expires: int, signature: str
-    ) -> PredictionSnapshot:
-        """Returns the prediction a signed link points to.
+    ) -> tuple[PredictionSnapshot, Callable[[], None]]:
+        """Returns the prediction a signed link points to, and a check to repeat while it streams.
 
         Raises:
-            Forbidden: the signature is wrong, or the link has expired.
+            Forbidden: the signature is wrong, the link has expired, or its tenant is frozen.
             NotFound: the prediction has expired.
         """
         self._url_signer.check(stream_key(record), EVENTS_TYPE, expires, signature)
-        return await self._predictions.read_linked(record, prediction_id)
+        snapshot = await self._predictions.read_linked(record, prediction_id)
+        check = partial(self._access.check_tenant, snapshot.prediction.tenant)
+        check()
+        return snapshot, check
 
     def follow(
         self,
@@ -211,8 +218,8 @@ async def stream(
     previews or queue positions.
     """
     if signature and not _sends_key(request):
-        snapshot = await streams.find_linked(prediction_id, record, expires, signature)
-        context_of(request).facts.tenant, check = snapshot.prediction.tenant, _stays_valid
+        snapshot, check = await streams.find_linked(prediction_id, record, expires, signature)
+        context_of(request).facts.tenant = snapshot.prediction.tenant
     else:
         call = authenticate(request)
         snapshot, check = await streams.recording.find(call, prediction_id), call.check_key
@@ -237,10 +244,6 @@ def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
 def _prints(catalog: Catalog, prediction: Prediction) -> bool:
     """Returns whether the prediction's model prints text; only custom models do."""
     return catalog.find(prediction.model).definition.has_interface
-
-
-def _stays_valid() -> None:
-    """Does nothing: a signed link is valid until it expires."""
 
 
 def _sends_key(request: Request) -> bool:

@@ -178,6 +178,7 @@ class Directory:
 
     def __init__(self, document: Document) -> None:
         self._entries = {key.id: _entry(key, document) for key in document.keys}
+        self._frozen = {name for name in document.tenants if is_frozen(name, document)}
 
     def find(self, key: ApiKey, now_s: float) -> Found:
         """Finds a key's owner. Computes one digest and makes two comparisons for every key."""
@@ -189,6 +190,9 @@ class Directory:
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
         state = 4 * entry.is_revoked + 2 * (now_s >= entry.expires_s) + entry.is_frozen
         return Found(_STATES[is_known][state], entry.caller)
+
+    def is_frozen(self, tenant: str) -> bool:
+        return tenant in self._frozen
 
     @cached_property
     def budgets(self) -> frozenset[BudgetHolder]:

@@ -187,6 +187,25 @@ async def test_events_of_a_prediction_end_with_the_error(
     assert parsed(text)[-1]["event"] == "done"
 
 
+@pytest.mark.parametrize("model", [IMAGE_MODEL.name, "writer"])
+async def test_link_to_events_of_a_frozen_tenant_is_refused_and_its_streams_end(
+    api: ApiUnderTest, tmp_path: Path, model: str
+) -> None:
+    reason = "this link's tenant is frozen; contact the operator of this API"
+    api.worker.go.clear()
+    body = {"version": model, "input": {"prompt": "say a b c"}}
+    made = (await api.http.post("/v1/predictions", json=body, headers=bearer("a"))).json()
+    link = made["urls"]["stream"]
+    async with asyncio.timeout(WAIT_LIMIT_S), api.http.stream("GET", link) as answer:
+        assert answer.status_code == 200
+        await freeze(api, tmp_path)
+        events = parsed("".join([piece async for piece in answer.aiter_text()]))
+    assert [event["event"] for event in events] == ["error", "done"]
+    assert json.loads(events[0]["data"]) == {"detail": reason}
+    refused = await api.http.get(link)
+    assert (refused.status_code, refused.json()["detail"]) == (403, reason)
+
+
 @pytest.mark.parametrize(
     ("path", "body", "headers"),
     [
