@@ -10,6 +10,7 @@ from shared.errors import ConfigurationError, PenstockError
 from shared.models.catalog import Model
 from shared.models.entry import TextAdapter
 from shared.settings import ModelSettings, read_settings
+from workers.models.generation.gguf import read_fields
 from workers.models.source import resolve, resolve_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,16 +50,14 @@ def _is_file(adapter: TextAdapter) -> bool:
 
 
 def _find_file(adapter: TextAdapter) -> Path:
-    from gguf import GGUFReader
-
     settings = read_settings(ModelSettings)
     path = resolve_file(
         adapter.source, adapter.revision, settings.models_dir, weights_dir=settings.weights_dir
     ).resolve()
     try:
-        fields = GGUFReader(path).fields
-    except (OSError, ValueError, IndexError) as error:
-        raise ConfigurationError(f"{path} is not a GGUF file: {error}") from error
+        fields = read_fields(path)
+    except (OSError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path}: {error}") from error
     kind = fields.get("adapter.type")
     if kind is None or kind.contents() != "lora" or "adapter.alora.invocation_tokens" in fields:
         raise ConfigurationError(f"{path} does not contain a plain LoRA adapter")

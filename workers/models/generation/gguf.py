@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,32 @@ def _convert_apart(path: Path, folder: Path, form: str) -> None:
         os.close(writing)
 
 
+def read_fields(path: Path) -> Mapping[str, Any]:
+    """Reads a GGUF file's metadata, and checks that the file contains all its tensors.
+
+    Raises:
+        ConfigurationError: the file is damaged or incomplete, or is not a GGUF file. The message
+            does not contain the path.
+        OSError: the file can't be read.
+    """
+    from gguf import GGUFReader
+
+    try:
+        fields: Mapping[str, Any] = GGUFReader(path).fields
+    except OSError:
+        raise
+    except Exception as error:  # the reader trusts lengths and types, so anything may go wrong
+        raise ConfigurationError("damaged, incomplete, or not a GGUF file") from error
+    return fields
+
+
+def _read_model_fields(path: Path) -> Mapping[str, Any]:
+    fields = read_fields(path)
+    if _TOKENS not in fields:
+        raise ConfigurationError(f"not a text model, because it has no {_TOKENS}")
+    return fields
+
+
 def convert(path: Path, folder: Path) -> None:
     """Writes a GGUF file's model to `folder`: float32 weights, tokenizer, and template."""
     import torch
@@ -163,6 +190,7 @@ def convert(path: Path, folder: Path) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    _read_model_fields(path)
     options = {"gguf_file": path.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
@@ -176,12 +204,11 @@ def convert(path: Path, folder: Path) -> None:
 
 def describe(path: Path, folder: Path) -> None:
     """Writes a GGUF file's tokenizer and template to `folder`, with a link to the file."""
-    from gguf import GGUFReader
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    fields = GGUFReader(path).fields
+    fields = _read_model_fields(path)
     tokens = [bytes(fields[_TOKENS].parts[at]).decode() for at in fields[_TOKENS].data]
     ends = {tokens.index(name) for name in _ENDS if name in tokens}
     ends |= {int(fields[name].contents()) for name in _END_IDS if name in fields}
@@ -209,10 +236,13 @@ def main() -> None:
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     if folder.name.startswith(_PARTIAL):
         threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    if sys.argv[3:] == ["described"]:
-        describe(path, folder)
-    else:
-        convert(path, folder)
+    try:
+        if sys.argv[3:] == ["described"]:
+            describe(path, folder)
+        else:
+            convert(path, folder)
+    except ConfigurationError as error:
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":

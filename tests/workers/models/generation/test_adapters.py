@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -268,7 +269,18 @@ def test_pickled_weights_are_refused(adapted: Adapted, tmp_path: Path) -> None:
         find_adapters(_with_source(adapted.entry("vllm"), folder))
 
 
+def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    field = struct.pack("<QsIB", 1, b"k", 0, 1)
+    broken.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + 2 * field)
+    entry = tiny.entry(engine="llama.cpp", precision="auto", **LIMITS)
+    with pytest.raises(ConfigurationError, match=r"broken\.gguf: damaged, incomplete") as refusal:
+        find_adapters(_with_source(entry, broken))
+    assert refusal.value.field == f"generation.adapters.{NAMES[1]}"
+
+
 def _with_source(entry: Any, folder: Path) -> Any:
     adapters = {NAMES[1]: {"source": f"local:{folder}"}}
     generation = LIMITS["generation"] | {"adapters": adapters}
-    return tiny.entry(engine=entry.engine, **LIMITS | {"generation": generation})
+    changes = LIMITS | {"generation": generation, "precision": entry.precision}
+    return tiny.entry(engine=entry.engine, **changes)
