@@ -171,7 +171,8 @@ class EngineGeneration:
     ) -> None:
         take = partial(self._take_together, permit, on_work)
         while self.writing.finish is None:
-            await renew()
+            if permit.is_over:  # otherwise, the text that has the turn might wait for this permit
+                await renew()
             counts, known = self._cached_tokens is None, len(self.writing.ids)
             request = replace(request, ids=self.ids, counts=counts, echoes=self._must_echo)
             if self._must_go_in_pieces() or not dialect.can_stream(
