@@ -304,7 +304,8 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
     schema, unused = json.loads(json_schema), _MAX_ELEMENTS
     for part in walk_schemas(schema):
         for keyword in ("minItems", "maxItems"):
-            if isinstance(count := part.get(keyword), int):
+            # In constants and other data, counts may also be negative.
+            if isinstance(count := part.get(keyword), int) and count > 0:
                 if count > unused:
                     del part[keyword]
                 else:

@@ -213,6 +213,7 @@ async def test_huge_lists_in_a_schema_take_no_memory(engine: PooledProcess) -> N
         "minItems": 2,
         "maxItems": 10**6,
         "items": {"type": "array", "maxItems": 10**6, "items": {"const": 1}},
+        "default": {"minItems": -(10**9)},
     }
     given = {"json_schema": json.dumps(schema), "is_streamed": True, "temperature": 1.0}
     await run(engine, tiny.prompt(IDS, 4, **given | {"json_schema": '{"type": "array"}'}))
