@@ -3,10 +3,11 @@
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import msgspec
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from workers.models.base import (
 )
 from workers.models.device import Device
 from workers.models.image import image_files
+from workers.models.image.checking import describe_drawing
 from workers.models.image.compilation import compile_parts
 from workers.models.image.model import ImageModel
 from workers.models.image.options import OptionCheck
@@ -449,27 +451,56 @@ def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
     assert difference(after, before) == 0
 
 
-def test_images_of_a_pipeline_that_changes_modules_are_drawn_one_at_a_time(
-    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
+class HidingPipeline(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+    """A pipeline whose denoiser can't be replaced."""
+
+    def register_modules(self, **modules: Any) -> None:
+        super().register_modules(**modules)
+        self.denoisers = [modules["unet"]]
+
+    @wraps(diffusers.StableDiffusionPipeline.__call__)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        object.__setattr__(self, "unet", self.denoisers[0])
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reason"),
+    [
+        ("StableDiffusionPAGPipeline", "the pipeline changes shared modules while it draws"),
+        ("HidingPipeline", "the pipeline doesn't call its denoiser as one of its parts"),
+    ],
+)
+def test_some_pipelines_draw_one_image_at_a_time(
+    catalog: Catalog,
+    tiny_folder: Path,
+    tiny_preparer: Preparer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: str,
+    reason: str,
 ) -> None:
     """Perturbed attention sets processors and restores them when an image is finished."""
+    monkeypatch.setattr(diffusers, "HidingPipeline", HidingPipeline, raising=False)
     for part in tiny_folder.iterdir():
         (tmp_path / part.name).symlink_to(part)
     index = json.loads((tiny_folder / "model_index.json").read_text())
     (tmp_path / "model_index.json").unlink()
-    name = {"_class_name": "StableDiffusionPAGPipeline"}
+    name = {"_class_name": pipeline}
     (tmp_path / "model_index.json").write_text(json.dumps(index | name))
     model = own_model(catalog, tmp_path)
     assert not model.runs_alone
     model.warmup()
-    assert model.runs_alone
+    assert model.runs_alone == reason
+    assert f"images are drawn one at a time, because {reason}" in describe_drawing(model)
     values = [msgspec.structs.replace(TEXT, seed=seed, steps=3) for seed in range(3)]
     alone = [run(model, tiny_preparer, [(0, value)])[0] for value in values]
     for slot, value in enumerate(values):
         model.admit(slot, prepared(tiny_preparer, value))
-    assert model.step().waiting == [1, 2]
+    end = model.step()
+    assert end.waiting == [1, 2]
     model.drop(1)
-    results: dict[int, Any] = {}
+    results: dict[int, Any] = end.results
     while len(results) < 2:
         results |= model.step().results
     for slot in (0, 2):

@@ -1,6 +1,6 @@
-"""Tiny pipelines of many diffusers families: real classes, random weights, no text encoders.
+"""Tiny pipelines of many diffusers families: real classes with random weights.
 
-Prompts are embeddings. Sizes follow diffusers' tests.
+Most have no text encoders, and their prompts are embeddings. Sizes follow diffusers' tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import diffusers
 import torch
 from PIL import Image
+
+from tests.workers.models.tiny_kandinsky import kandinsky_parts
 
 SIDE = 32
 Arguments = dict[str, Any]
@@ -677,12 +679,6 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         *(f"{SD}XLControlNetPAG{way}Pipeline" for way in ("", "Img2Img")),
         *(f"{family}PAGPipeline" for family in ("HunyuanDiT", "Sana", "PixArtSigma")),
     ),
-    "contains pipelines whose denoisers aren't intercepted": (
-        *(f"Kandinsky{way}CombinedPipeline" for way in ("", "Img2Img", "Inpaint")),
-        *(f"KandinskyV22{way}CombinedPipeline" for way in ("", "Img2Img", "Inpaint")),
-        "StableCascadeCombinedPipeline",
-        "WuerstchenCombinedPipeline",
-    ),
     "needs the files of a vision-language encoder": (
         *(f"QwenImageEdit{way}Pipeline" for way in ("", "Inpaint", "Plus")),
         *("QwenImageLayeredPipeline", "GlmImagePipeline", "ZImageOmniPipeline"),
@@ -691,6 +687,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "can't draw in diffusers 0.42.1": ("ChromaInpaintPipeline",),
     "needs sentencepiece, which is not installed": ("KolorsPipeline", "KolorsImg2ImgPipeline"),
     "has not been tried": (
+        *(f"Kandinsky{way}CombinedPipeline" for way in ("", "Img2Img", "Inpaint")),
+        *("StableCascadeCombinedPipeline", "WuerstchenCombinedPipeline"),
         *(f"IF{way}Pipeline" for way in ("", "Img2Img", "Inpainting")),
         *(f"Kandinsky3{way}Pipeline" for way in ("", "Img2Img")),
         *("CogView3PlusPipeline", "Ideogram4Pipeline", "Krea2Pipeline"),
@@ -813,6 +811,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen-image-2.1": Family(
         qwen21_parts, qwen_prompts, ("QwenImage21Pipeline",), {"true_cfg_scale": 3.0}
+    ),
+    "kandinsky-2.2": Family(
+        kandinsky_parts,
+        lambda seed: {"prompt": f"a {'very ' * seed}red house"},
+        ("KandinskyV22CombinedPipeline", "KandinskyV22Img2ImgCombinedPipeline"),
+    ),
+    "kandinsky-2.2-inpaint": Family(
+        lambda: kandinsky_parts(of_masks=True),
+        lambda seed: {"prompt": f"a {'very ' * seed}red house"},
+        ("KandinskyV22InpaintCombinedPipeline",),
+        takes_image=True,
     ),
     "lcm": Family(
         lcm_parts,

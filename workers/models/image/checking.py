@@ -77,10 +77,7 @@ def describe_interface(interface: ImageInterface, entry: Model) -> Iterator[str]
 def describe_drawing(model: ImageModel) -> Iterator[str]:
     """Draws one image. Yields lines about the method, the memory used, and the time taken."""
     if model.runs_alone:
-        yield (
-            "images are drawn one at a time, because the pipeline changes shared modules while it "
-            "draws"
-        )
+        yield f"images are drawn one at a time, because {model.runs_alone}"
     for pipeline, reason in model.left_out.items():
         yield f"left out: {pipeline} can't draw: {reason}"
     if not model.has_callback:

@@ -27,6 +27,16 @@ _OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
 """Makes pipelines draw at the item's size. Otherwise, some pipelines pick the nearest size from a
 list, which may have more pixels than the item is charged for.
 """
+_WITH_NEGATIVE_VALUES = frozenset(
+    {
+        "KandinskyCombinedPipeline",
+        "KandinskyInpaintCombinedPipeline",
+        "KandinskyV22CombinedPipeline",
+        "KandinskyV22InpaintCombinedPipeline",
+        "Kandinsky3Pipeline",
+    }
+)
+"""Pipelines that return tensors from -1 to 1 (diffusers 0.42.1)."""
 _FOUR_CHANNELS = 4
 """Channels of the latents and the UNet in Stable Diffusion's inpainting pipelines."""
 
@@ -78,7 +88,8 @@ class Drawing:
         pixels: Any = self.pipeline(**self._arguments())[0]
         item = self.item
         if isinstance(pixels, torch.Tensor) and pixels.shape == (1, 3, item.height, item.width):
-            return pixels
+            has_negative = type(self.pipeline).__name__ in _WITH_NEGATIVE_VALUES
+            return pixels / 2 + 0.5 if has_negative else pixels
         shape = tuple(getattr(pixels, "shape", ())) or type(pixels).__name__
         size = f"an image of {item.width} x {item.height} pixels"
         raise ModelFailed(f"the pipeline returned {shape} instead of {size}")

@@ -18,6 +18,7 @@ from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockErr
 from shared.models.catalog import Model
 from shared.models.image_interface import ImageInterface, ImageMode
 from shared.models.tasks import Result
+from shared.models.tasks.image import ImageResult
 from shared.models.tasks.text import TokenChunk
 from shared.settings import ModelSettings, read_settings
 from workers.models.base import (
@@ -61,11 +62,14 @@ WARMUP_LIMIT_S = 100.0
 Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
-_ALONE: dict[type, bool] = {}
-"""True if a pipeline class changes shared modules around its calls, as PAG pipelines do.
+_ALONE: dict[type, str] = {}
+"""Pipeline classes whose images are drawn one at a time, each with the reason. PAG pipelines change
+their modules, for example.
 
 Determined when a model warms up, which on a CPU happens only once.
 """
+_CHANGES_MODULES = "the pipeline changes shared modules while it draws"
+_IS_NOT_INTERCEPTED = "the pipeline doesn't call its denoiser as one of its parts"
 
 _BROKEN: dict[Path, dict[type, str]] = {}
 """Pipeline classes for images or masks that turned out not to be able to draw, each with the
@@ -203,9 +207,9 @@ class ImageModel:
         return self._pipelines.main
 
     @property
-    def runs_alone(self) -> bool:
-        """True if items are drawn one at a time."""
-        return _ALONE.get(type(self._main), False)
+    def runs_alone(self) -> str:
+        """The reason items are drawn one at a time. Empty if they are drawn together."""
+        return _ALONE.get(type(self._main), "")
 
     def _set_up_hub(self) -> None:
         image, pipeline = self.entry.image, self._main
@@ -295,25 +299,27 @@ class ImageModel:
         self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:
-        """Draws the first step of several images and checks what their pipeline changed.
+        """Draws the first step of several images and checks what their pipeline changed and called.
 
         One image has a different row count, which shows the hub which tensors vary with the row
         count.
         """
-        pipeline = self._main
-        before, changes = state_of(pipeline), False
+        pipeline, reason = self._main, ""
+        before = state_of(pipeline)
         usual = self.usual_item()
         for guidance_scale in dict.fromkeys((usual.guidance_scale, 1.0)):
             self.admit(0, msgspec.structs.replace(usual, guidance_scale=guidance_scale))
-            self.step()
-            changes = changes or state_of(pipeline) != before
+            outcome = self.step().results.get(0)
+            if state_of(pipeline) != before:
+                reason = _CHANGES_MODULES
+            elif isinstance(outcome, ImageResult) and not self._hub.work:
+                reason = _IS_NOT_INTERCEPTED
             self.drop(0)
-        _ALONE[type(pipeline)] = changes
-        if changes:
+        _ALONE[type(pipeline)] = reason
+        if reason:
             log.warning(
-                "images are generated one at a time because the pipeline changes its modules "
-                "during generation",
-                extra={"pipeline": type(pipeline).__name__},
+                "images are generated one at a time",
+                extra={"pipeline": type(pipeline).__name__, "reason": reason},
             )
 
     def usual_item(self, mode: ImageMode | None = None) -> PreparedImage:

@@ -147,7 +147,9 @@ def schedulers_of(own: Any) -> tuple[str, ...]:
     if isinstance(own, diffusers.FlowMatchEulerDiscreteScheduler):
         return (OWN_SCHEDULER, "euler")
     is_flow = own.config.get("prediction_type") == "flow_prediction"
-    return SCHEDULER_NAMES if "beta_start" in own.config and not is_flow else (OWN_SCHEDULER,)
+    # Denoisers that also predict variances require a scheduler that takes both.
+    is_fixed = is_flow or own.config.get("variance_type") in ("learned", "learned_range")
+    return SCHEDULER_NAMES if "beta_start" in own.config and not is_fixed else (OWN_SCHEDULER,)
 
 
 def _max_clip_skip(pipeline: Any) -> int:

@@ -18,6 +18,7 @@ from diffusers.configuration_utils import FrozenDict
 
 from workers.models.image.calls import Part
 from workers.models.image.hub import Hub
+from workers.models.image.pipeline import inner_pipelines
 
 _MOVES = frozenset({"to", "half", "float", "bfloat16", "cuda", "cpu", "eval", "train"})
 """Methods that would change a whole module. All items use the module as it was loaded."""
@@ -158,6 +159,9 @@ class Interception:
         if scheduler is None and own_scheduler is not None:
             scheduler = type(own_scheduler).from_config(own_scheduler.config)
         object.__setattr__(mine, "scheduler", scheduler)
+        for name, inner in inner_pipelines(pipeline).items():
+            is_last = inner.scheduler is own_scheduler
+            object.__setattr__(mine, name, self.own(inner, scheduler if is_last else None))
         return mine
 
     def _find_shared_attributes(self, pipeline: Any) -> dict[str, Any]:

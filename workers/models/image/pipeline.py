@@ -40,6 +40,15 @@ def denoiser_of(pipeline: Any) -> Any | None:
     return getattr(pipeline, "transformer", None) if unet is None else unet
 
 
+def inner_pipelines(pipeline: Any) -> dict[str, Any]:
+    """Returns the pipelines that a combined pipeline runs one after the other, by attribute.
+
+    The last one uses the combined pipeline's scheduler.
+    """
+    parts = vars(pipeline).items()
+    return {name: part for name, part in parts if isinstance(part, diffusers.DiffusionPipeline)}
+
+
 @dataclass(frozen=True)
 class LoadedPipelines:
     """One model's pipelines, which share their parts."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from workers.models.image.kept_encodings import KeptEncodings
-from workers.models.image.pipeline import signature_of
+from workers.models.image.pipeline import inner_pipelines, signature_of
 
 KEPT_BYTES = 64 * 1024 * 1024
 """Device memory for the prompt cache.
@@ -98,13 +98,14 @@ class Prompts:
             A counter of the tokens that its prompts lose during encoding.
         """
         lost = LostTokens()
-        for name in signature_of(type(pipeline).__init__).parameters:
-            tokenizer = getattr(pipeline, name, None) if name.startswith("tokenizer") else None
-            if tokenizer is not None:
-                object.__setattr__(pipeline, name, _CountingTokenizer(tokenizer, lost))
-        encode = getattr(pipeline, _METHOD, None)
-        if encode is not None:
-            object.__setattr__(pipeline, _METHOD, self._keeping(encode, variant, lost))
+        for part in (pipeline, *inner_pipelines(pipeline).values()):
+            for name in signature_of(type(part).__init__).parameters:
+                tokenizer = getattr(part, name, None) if name.startswith("tokenizer") else None
+                if tokenizer is not None:
+                    object.__setattr__(part, name, _CountingTokenizer(tokenizer, lost))
+            encode = getattr(part, _METHOD, None)
+            if encode is not None:
+                object.__setattr__(part, _METHOD, self._keeping(encode, variant, lost))
         return lost
 
     def _keeping(
