@@ -46,12 +46,14 @@ LEFT JOIN (
     region,
     usd_per_hour,
     valid_from,
-    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region ORDER BY valid_from) AS valid_until
+    has_several_gpus,
+    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region, has_several_gpus ORDER BY valid_from) AS valid_until
   FROM `${project}.${dataset}.gpu_prices`
 ) AS prices
   ON prices.gpu_type = reported.gpu_type
   AND prices.spot = COALESCE(reported.spot, FALSE)
   AND prices.region = reported.region
+  AND prices.has_several_gpus = (COALESCE(reported.device_share, 1) > 1)
   AND prices.valid_from <= reported.hour
   AND (prices.valid_until IS NULL OR prices.valid_until > reported.hour)
 GROUP BY day, hour, deployment, models, region, gpu_type, spot

@@ -16,18 +16,16 @@ locals {
     for key, alert in jsondecode(templatefile("${local._monitoring}/alerts.json.tftpl", local._objectives)) :
     key => alert if !contains(["metrics-missing", "outside-down"], key) || local.options.api.image != null
   }
-  _gpu_hour_usd = merge(
-    { none = 0 },
-    {
-      for type, gpu in local.gpu_types :
-      type => try(yamldecode(file("${path.module}/../prices.yaml")).prices["machine/${gpu.machine_type}/on-demand"].usd[local.home], 0)
-    },
-    var.gpu_hour_usd,
-  )
+  _prices = yamldecode(file("${path.module}/../prices.yaml")).prices
+  # By GPU type: per GPU of a machine with one, and of one with several.
+  _gpu_hour_usd = { for type, gpu in local.gpu_types : type => [
+    for machine in [gpu.machine_type, try(gpu.larger_priced_as, gpu.machine_type)] :
+    try(var.gpu_hour_usd[type], local._prices["machine/${machine}/on-demand"].usd[local.home], 0)
+  ] }
   # What a worker costs in an hour, as PromQL: a vector with the label worker.
   _worker_hour_usd = join(" or ", [
     for one in distinct([for model in values(local.models) : { gpu = model.gpu, worker = model.worker }]) :
-    "label_replace(vector(${format("%.6f", lookup(local._gpu_hour_usd, one.gpu.type, 0) * one.gpu.count / one.gpu.share)}), 'worker', '${one.worker}', '', '')"
+    "label_replace(vector(${format("%.6f", try(local._gpu_hour_usd[one.gpu.type][one.gpu.count > 1 ? 1 : 0], 0) * one.gpu.count / one.gpu.share)}), 'worker', '${one.worker}', '', '')"
   ])
   alerts = merge(
     local._alerts,

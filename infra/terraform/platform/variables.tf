@@ -149,7 +149,7 @@ variable "functions" {
 }
 
 variable "gpu_hour_usd" {
-  description = "USD per hour for a machine with one GPU, by GPU type, for the dashboard's costs. Default: on-demand prices in the home region, from infra/terraform/prices.yaml."
+  description = "USD per hour for a machine's GPU, by GPU type, for the dashboard's costs. Default: on-demand prices in the home region, from infra/terraform/prices.yaml."
   type        = map(number)
   default     = {}
   nullable    = false

@@ -21,6 +21,7 @@ WITH once AS (
     region,
     gpu_type,
     COALESCE(spot, FALSE) AS spot,
+    COALESCE(device_share, 1) > 1 AS has_several_gpus,
     cache,
     COALESCE(cache IN ('memory', 'redis', 'joined'), FALSE) AS is_shared,
     COALESCE(pixel_steps, tokens) AS units,
@@ -45,14 +46,15 @@ prices AS (
     region,
     usd_per_hour,
     valid_from,
-    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region ORDER BY valid_from) AS valid_until
+    has_several_gpus,
+    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region, has_several_gpus ORDER BY valid_from) AS valid_until
   FROM gpu_prices
 ),
 used AS (
-  SELECT model, gpu_type, spot, region, SUM(device_s) AS device_s
+  SELECT model, gpu_type, spot, region, has_several_gpus, SUM(device_s) AS device_s
   FROM once
   WHERE device_s > 0
-  GROUP BY model, gpu_type, spot, region
+  GROUP BY model, gpu_type, spot, region, has_several_gpus
 ),
 gpus AS (
   SELECT used.model AS model, SAFE_DIVIDE(SUM(used.device_s * prices.usd_per_hour), SUM(used.device_s)) AS usd_per_hour
@@ -61,6 +63,7 @@ gpus AS (
     ON prices.gpu_type = used.gpu_type
     AND prices.spot = used.spot
     AND prices.region = used.region
+    AND prices.has_several_gpus = used.has_several_gpus
     AND prices.valid_from <= @until
     AND (prices.valid_until IS NULL OR prices.valid_until > @until)
   GROUP BY model

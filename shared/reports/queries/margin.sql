@@ -42,7 +42,8 @@ prices AS (
     region,
     usd_per_hour,
     valid_from,
-    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region ORDER BY valid_from) AS valid_until
+    has_several_gpus,
+    LEAD(valid_from) OVER (PARTITION BY gpu_type, spot, region, has_several_gpus ORDER BY valid_from) AS valid_until
   FROM gpu_prices
 ),
 reports AS (
@@ -53,6 +54,7 @@ reports AS (
     gpu_type,
     COALESCE(spot, FALSE) AS spot,
     region,
+    COALESCE(device_share, 1) > 1 AS has_several_gpus,
     busy_s * COALESCE(device_share, 1) / 3600 AS busy_hours,
     idle_s * COALESCE(device_share, 1) / 3600 AS idle_hours,
     loading_s * COALESCE(device_share, 1) / 3600 AS loading_hours
@@ -79,6 +81,7 @@ workers AS (
     ON prices.gpu_type = reports.gpu_type
     AND prices.spot = reports.spot
     AND prices.region = reports.region
+    AND prices.has_several_gpus = reports.has_several_gpus
     -- The oldest price also applies to the time before it.
     AND prices.valid_from <= reports.hour
     AND (prices.valid_until IS NULL OR prices.valid_until > reports.hour)

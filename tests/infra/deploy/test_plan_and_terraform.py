@@ -14,9 +14,12 @@ from pydantic import ValidationError
 
 from infra.kubernetes.deployment import read_gpu_types
 from penstock_planning.deploy import costs, platform_variables, show
+from penstock_planning.deploy.gpu_prices import gpu_prices
 from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.deploy.prices import read_prices
 from penstock_planning.deploy.topology import gpu_pools, redis
+from penstock_planning.deploy.volumes import HOURS
 from penstock_planning.entry import Entry
 from penstock_planning.profiles import with_served_batches
 from shared.models.catalog_file import read_catalog
@@ -102,10 +105,24 @@ def test_model_split_between_gpus_gets_machines_that_have_them(tmp_path: Path) -
     catalog = read_catalog(models)
     given = {"nodes": {"overflow": "a100"}, "api": {"image": IMAGE}}
     rates = {"tiny": rate(1, seconds_per_item=0.5, tokens_per_item=512)}
-    ours = plan_of(*catalog.models, rates=rates, platform=Platform.model_validate(given))
+    platform, prices = Platform.model_validate(given), read_prices()
+    ours = plan_of(*catalog.models, rates=rates, platform=platform, prices=prices)
     assert ours.pools == {"europe-west4": ("l4-x1-4gpus", "l4-x1-4gpus-spot")}
     variables = json.loads(show.plan_as_json(ours))["tfvars"]
-    agree(ours, plan_platform(tmp_path, **variables | {"models_file": str(models)}))
+    made = plan_platform(tmp_path, **variables | {"models_file": str(models)})
+    agree(ours, made)
+    assert ours.on_demand_usd is not None
+    nodes = sum(pool.nodes_peak for pool in ours.sites[0].pools)
+    hour_usd = ours.on_demand_usd[1] / nodes / HOURS
+    (dashboard,) = made.of("google_monitoring_dashboard")
+    assert f"vector({hour_usd:.6f}), 'worker', 'tiny'" in dashboard["dashboard_json"]
+    reported = [
+        price.usd_per_hour
+        for price in gpu_prices(prices, read_gpu_types())
+        if (price.gpu_type, price.spot, price.region) == ("l4", False, "europe-west4")
+        and price.has_several_gpus
+    ]
+    assert hour_usd == pytest.approx(4 * reported[-1])
 
 
 def agree(ours: DeployPlan, made: Plan) -> None:

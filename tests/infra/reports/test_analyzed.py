@@ -23,6 +23,7 @@ PRICES = {
     "region": "STRING",
     "usd_per_hour": "FLOAT",
     "valid_from": "TIMESTAMP",
+    "has_several_gpus": "BOOLEAN",
 }
 STANDARD = {
     "since": "TIMESTAMP",

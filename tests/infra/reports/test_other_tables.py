@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
 QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
 L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972
+L4_OF_SEVERAL = 1.051487566
 """Price per hour in europe-west4 (infra/terraform/prices.yaml)."""
 
 
@@ -118,6 +119,13 @@ def test_margin_prices_busy_idle_and_loading_time(empty: bigquery.Client) -> Non
     assert lines["idle"]["margin_usd"] == pytest.approx(-A100)
     total = sum(line["cost_usd"] for line in lines.values())
     assert total == pytest.approx(L4 + 0.5 * L4_SPOT + A100)
+
+
+def test_gpus_of_a_node_with_several_have_their_own_price(empty: bigquery.Client) -> None:
+    load(empty, "worker_hours", [worker_hour("w1", device_share=4.0)])
+    load(empty, "rows", [computed("a", 2.0, tokens=100, device_share=4.0), row("b", cache="redis")])
+    assert asked(empty, "margin")[0]["cost_usd"] == pytest.approx(4 * L4_OF_SEVERAL)
+    assert asked(empty, "cache")[0]["gpu_usd_per_hour"] == pytest.approx(L4_OF_SEVERAL, abs=1e-6)
 
 
 def test_margin_of_a_release_without_worker_hours_knows_no_cost(empty: bigquery.Client) -> None:

@@ -109,13 +109,17 @@ def test_worker_hours_hourly(empty: bigquery.Client) -> None:
         report,  # written twice
         worker_hour("w2", gpu_type="l4", spot=False, device_share=1.0),
         worker_hour("w3", gpu_type=None, spot=None),
+        worker_hour("w4", gpu_type="l4", spot=True, device_share=4.0),
     ]
     load(empty, "worker_hours", hours)
-    (price,) = rows_of(
-        empty,
-        f"SELECT usd_per_hour FROM {DATASET}.gpu_prices WHERE gpu_type = 'l4' AND NOT spot"
-        f" AND region = '{report['region']}' AND valid_from <= '{report['hour']}'"
-        " ORDER BY valid_from DESC LIMIT 1",
+    price, price_of_several = (
+        rows_of(
+            empty,
+            f"SELECT usd_per_hour FROM {DATASET}.gpu_prices WHERE gpu_type = 'l4' AND {kind}"
+            f" AND region = '{report['region']}' AND valid_from <= '{report['hour']}'"
+            " ORDER BY valid_from DESC LIMIT 1",
+        )[0][0]
+        for kind in ("NOT spot AND NOT has_several_gpus", "spot AND has_several_gpus")
     )
     lines = asked(
         empty, f"SELECT * FROM {DATASET}.worker_hours_hourly WHERE day = '{report['hour'].date()}'"
@@ -123,11 +127,13 @@ def test_worker_hours_hourly(empty: bigquery.Client) -> None:
     found = {(line["gpu_type"], line["spot"]): line for line in lines}
     total_s = report["busy_s"] + report["idle_s"] + report["loading_s"]
     half, whole, none = found["l4", None], found["l4", False], found[None, None]
+    four = found["l4", True]
     assert half["busy_hours"] == pytest.approx(report["busy_s"] * 0.5 / 3600)
-    assert half["cost_usd"] == pytest.approx(total_s * 0.5 / 3600 * price[0])
-    assert whole["cost_usd"] == pytest.approx(total_s / 3600 * price[0])
+    assert half["cost_usd"] == pytest.approx(total_s * 0.5 / 3600 * price)
+    assert whole["cost_usd"] == pytest.approx(total_s / 3600 * price)
     assert none["cost_usd"] is None
-    assert [line["workers"] for line in (half, whole, none)] == [1, 1, 1]
+    assert four["cost_usd"] == pytest.approx(total_s * 4 / 3600 * price_of_several)
+    assert [line["workers"] for line in (half, whole, none, four)] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

@@ -33,9 +33,9 @@ def test_the_view_in_the_tree_is_up_to_date() -> None:
 
 def test_a_price_that_changed_is_known_on_both_sides() -> None:
     assert list(gpu_prices(CHANGED, read_gpu_types())) == [
-        GpuPrice("l4", True, "here", 0.4, ALWAYS),
-        GpuPrice("l4", True, "there", 0.3, ALWAYS),
-        GpuPrice("l4", True, "here", 0.5, DAY),
+        GpuPrice("l4", True, "here", 0.4, ALWAYS, False),
+        GpuPrice("l4", True, "there", 0.3, ALWAYS, False),
+        GpuPrice("l4", True, "here", 0.5, DAY, False),
     ]
 
 
@@ -53,4 +53,4 @@ def test_bigquery_reads_the_view(bigquery_endpoint: str) -> None:
     wanted = [
         price for price in gpu_prices(read_prices(), read_gpu_types()) if price.gpu_type == "l4"
     ]
-    assert {(*row[:4], row[4].date()) for row in rows} == {tuple(price) for price in wanted}
+    assert {(*row[:4], row[4].date(), row[5]) for row in rows} == {tuple(price) for price in wanted}
