@@ -27,6 +27,7 @@ from shared.models.service_rate import ServiceRate
 from shared.models.tasks.base import FirstGuesses
 from shared.stores.redis_client import NO_REDIS
 from shared.tenants.plan import Priority
+from tests.limits import WAIT_LIMIT_S
 
 MODEL = read_catalog(Path("models.yaml")).default("embedding")
 FAR_S = 1e10
@@ -164,7 +165,7 @@ async def test_last_known_instances_divide_the_smallest_window() -> None:
     window.update(Elsewhere(3, is_guess=True))
     for _ in range(10):
         await window.take(Demand("m", 1, "a"), FAR_S)
-    async with asyncio.timeout(0.05):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         with pytest.raises(Exception, match="passed"):
             await window.take(Demand("m", 1, "a"), 0.0)
     for _ in range(10):
