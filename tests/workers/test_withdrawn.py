@@ -2,16 +2,21 @@
 charged.
 """
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
-from shared.messages import ItemOutcome
+from shared.broker.transport import inbox_topic_id
+from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
+from shared.models.entry import Generation, TextAdapter
+from shared.models.tasks.embedding import TextInput
 from shared.money.charge import cost_usd, price_of
 from shared.stores.cache import ResultCache
 from shared.stores.withdrawals import LiveWithdrawals, Withdrawal, WithdrawalStore
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.worker_harness import MODEL, WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
@@ -94,6 +99,37 @@ async def test_what_runs_and_what_waits_ends_at_once(
         assert await cache.get_many(["key-running", "key-waiting"]) == {}
     assert {row.error_code for row in worker.rows} == {WITHDRAWN}
     assert sum(row.cost_usd or 0 for row in worker.rows) == 0
+
+
+async def test_a_running_text_with_an_adapter_fails_with_the_name_that_its_caller_knows(
+    redis_url: str, tmp_path: Path, operator: Operator
+) -> None:
+    generation = Generation(adapters={"letters-law": TextAdapter(source="local:law")})
+    model = MODEL.model_copy(update={"generation": generation})
+    async with running_worker(
+        redis_url, tmp_path, model=model, withdrawals=operator.live
+    ) as worker:
+        worker.process.is_deaf = True
+        worker.process.gate.clear()
+        now_s = time.time()
+        envelope = Envelope(
+            request_id="running",
+            part=0,
+            model="letters-law",
+            tenant="t",
+            inbox=inbox_topic_id("1"),
+            slot="0",
+            deadline_s=now_s + WAIT_LIMIT_S,
+            received_at_s=now_s,
+            published_at_s=now_s,
+        )
+        await worker.publish(Job(envelope, JobBody([Item(0, TextInput("a text"))])))
+        await worker.process.started.wait()
+        await operator.withdraws()
+        (outcome,) = (await worker.reply()).body.outcomes
+        worker.process.gate.set()
+    assert outcome.error is not None
+    assert "model 'letters-law' was withdrawn" in outcome.error.message
 
 
 async def test_prediction_ends_in_its_record(worker: WorkerHarness, operator: Operator) -> None:

@@ -45,13 +45,12 @@ class Cancellation:
         self._drop(pulled)
         self.on_unwanted()
 
-    def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
-        """Fails jobs with an error. Results already available for their items are not delivered."""
-        for pulled in pulled_jobs:
-            if not pulled.is_over:
-                pulled.outcomes.clear()
-                for item in pulled.items:
-                    self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
+    def fail(self, pulled: PulledJob, error: PenstockError) -> None:
+        """Fails a job with an error. Results already available for its items are not delivered."""
+        if not pulled.is_over:
+            pulled.outcomes.clear()
+            for item in pulled.items:
+                self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
         """Drops a job's items that didn't start before the queue limit."""

@@ -243,8 +243,7 @@ class JobConsumer:
         if pulled.start_by_s > now_s:
             self._deadlines.watch(pulled)
             if self._withdrawals.is_withdrawn(self.model):
-                model = self.model.find_adapted(pulled.envelope.model)
-                self.cancellation.fail([pulled], withdrawn_error(model))
+                self._fail_withdrawn(pulled)
             return None if pulled.is_over or self._is_forwarded(pulled) else pulled
         for item in pulled.items:
             self._completion.settle(pulled, pulled.expired(item.index))
@@ -257,9 +256,14 @@ class JobConsumer:
     def _end_withdrawn(self) -> None:
         """Fails all jobs, including running ones, if the model has been withdrawn."""
         if self._withdrawals.is_withdrawn(self.model):
-            self.cancellation.fail(self.registry.find(), withdrawn_error(self.model))
+            for pulled in self.registry.find():
+                self._fail_withdrawn(pulled)
             self.queue.discard_unwanted()
             self.cancellation.on_unwanted()
+
+    def _fail_withdrawn(self, pulled: PulledJob) -> None:
+        model = self.model.find_adapted(pulled.envelope.model)
+        self.cancellation.fail(pulled, withdrawn_error(model))
 
     def _is_forwarded(self, pulled: PulledJob) -> bool:
         """Forwards a job that reached a canary after the canary was rolled back."""
