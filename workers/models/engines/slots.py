@@ -169,8 +169,9 @@ class AdapterPermits:
         self._adapter = ""
         self._running = 0
         self._waiting: list[AdapterPermit] = []
+        self._turn = 0
         self._last: dict[str, int] = {}
-        """When each owner's texts last ran, as a count of turns."""
+        """The last turn in which each owner's texts ran."""
 
     @property
     def are_others_waiting(self) -> bool:
@@ -205,11 +206,12 @@ class AdapterPermits:
         if not self._running:
             first = min(self._waiting, key=lambda permit: self._last.get(permit.owner, 0))
             self._adapter = first.adapter
-            self._last[first.owner] = max(self._last.values(), default=0) + 1
+            self._turn += 1
         elif any(permit.adapter != self._adapter for permit in self._waiting):
             return
         ready = [permit for permit in self._waiting if permit.adapter == self._adapter]
         for permit in ready:
             self._waiting.remove(permit)
+            self._last[permit.owner] = self._turn
             self._running += 1
             permit.ready.set()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+
 import pytest
 
-from workers.models.engines.slots import EngineSlots
+from workers.models.engines.slots import AdapterPermits, EngineSlots
 
 PROMPT = list(range(1000))
 
@@ -43,3 +46,18 @@ def test_a_text_that_shares_nothing_gets_a_slot_that_was_never_used() -> None:
     slots.free(slot, PROMPT)
     other, known = slots.take("ann", [-1, -2])
     assert (other.number, known) == (1, 0)
+
+
+@pytest.mark.anyio
+async def test_owners_who_share_an_adapter_get_no_more_turns_than_others() -> None:
+    permits, ran = AdapterPermits(), Counter[str]()
+
+    async def generate(owner: str, adapter: str) -> None:
+        while ran.total() < 90:
+            permit = await permits.begin(owner, adapter)
+            ran[owner] += 1
+            await asyncio.sleep(0)
+            permit.end()
+
+    await asyncio.gather(generate("ann", "law"), generate("bob", "law"), generate("cat", ""))
+    assert max(ran.values()) - min(ran.values()) <= 2
