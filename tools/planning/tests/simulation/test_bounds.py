@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock_planning.deploy.platform_variables import Platform
+from penstock_planning.simulation.result import RunSummary
 from penstock_planning.simulation.scenario import read_scenario
 from penstock_planning.simulation.streams import Burst, Constant, Trace, peak_per_s
 from penstock_planning.simulation.world import simulate
@@ -81,6 +82,22 @@ def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
     (workers,) = plan.sites[0].workers
     assert summary.replicas.mean <= workers.pods_peak * 1.15
     assert summary.replicas.most <= workers.pods_most <= 1.5 * summary.replicas.most + 2
+
+
+@pytest.mark.parametrize("share", [1, 4])
+def test_plan_and_simulation_allow_for_the_io_process(share: int) -> None:
+    """Each worker's GPU computes 20 items/s, or its part 5/s, but its I/O process prepares 2/s."""
+    seconds = {"seconds_per_item": 0.05, "host_seconds_per_item": 0.5}
+    entry = {"gpu": {"type": "l4", "share": share}, "replicas": {"min": 4, "max": 4}}
+
+    def run(per_s: float) -> RunSummary:
+        load = seconds | {"arrivals": [{"kind": "constant", "per_s": per_s}]}
+        return simulate(scenario(entry=entry, load=load, duration_s=1200)).summary
+
+    enough, too_little = run(6.0), run(12.0)
+    assert enough.models[0].within_deadline == 1.0
+    assert 0.6 < too_little.models[0].within_deadline < 8 / 12 * 1.05
+    assert enough.gpus_to_request == requested(entry, 6.0, **seconds)[1]
 
 
 def test_a_step_fits_too() -> None:

@@ -30,6 +30,7 @@ class SimulatedJob:
         "has_ended",
         "is_batch_priority",
         "items",
+        "prepared_s",
         "read_s",
         "share_s",
         "site",
@@ -53,6 +54,8 @@ class SimulatedJob:
         self.is_batch_priority = is_batch_priority
         self.site = site
         self.started_s = -1.0
+        self.prepared_s = 0.0
+        """When its worker's I/O process has prepared it."""
         self.has_ended = False
         self.read_s = self.steps = 0.0
         """With continuous batching: the rest of the item's first step, and its other steps."""

@@ -111,7 +111,9 @@ class WholeBatches:
             held = worker.held[priority]
             if not items:
                 most_items = self._share(worker, priority)
-            while held and (items == 0 or items + held[0].items <= most_items):
+            while _is_prepared(held, self._env.now) and (
+                items == 0 or items + held[0].items <= most_items
+            ):
                 job = held.popleft()
                 if job.has_ended:
                     worker.held_jobs[priority] -= 1
@@ -216,7 +218,7 @@ class SteppedBatches:
                 batch_items = sum(job.items for job in worker.running if job.is_batch_priority)
                 free = min(free, max(1, int(self._slots * BATCH_SLOTS_SHARE)) - batch_items)
             held = worker.held[priority]
-            while held and held[0].items <= free:
+            while _is_prepared(held, self._env.now) and held[0].items <= free:
                 job = held.popleft()
                 if job.has_ended:
                     worker.held_jobs[priority] -= 1
@@ -307,6 +309,11 @@ class SteppedBatches:
         jobs, worker.running = worker.running, []
         self._leave(worker)
         return jobs
+
+
+def _is_prepared(held: deque[SimulatedJob], now_s: float) -> bool:
+    """Returns whether the first job is ready to be computed."""
+    return bool(held) and held[0].prepared_s <= now_s + NEARLY
 
 
 def _reading(worker: SimulatedWorker) -> SimulatedJob | None:
@@ -431,8 +438,23 @@ class Service:
     def _hold(self, worker: SimulatedWorker, job: SimulatedJob, priority: int) -> None:
         worker.held[priority].append(job)
         worker.held_jobs[priority] += 1
+        if self.load.host_seconds_per_item:
+            self._prepare(worker, job, self.load.host_seconds_per_item)
         if priority == INTERACTIVE and not worker.has_room(priority):
             self._close(worker)
+
+    def _prepare(self, worker: SimulatedWorker, job: SimulatedJob, item_s: float) -> None:
+        """Prepares a job in the I/O process, which a pod's models share, one job at a time."""
+        free_s = max(self._env.now, *(part.prepared_s for part in (worker, *worker.others)))
+        job.prepared_s = worker.prepared_s = free_s + item_s * job.items
+        prepared = self._env.timeout(job.prepared_s - self._env.now, worker)
+        assert prepared.callbacks is not None
+        prepared.callbacks.append(self._compute_prepared)
+
+    def _compute_prepared(self, event: simpy.Event) -> None:
+        worker = cast(SimulatedWorker, event.value)
+        if not worker.is_gone:
+            self._compute(worker)
 
     def _refill(self, worker: SimulatedWorker) -> None:
         for priority, queue in enumerate(self.queues):
@@ -524,7 +546,7 @@ class Service:
                 self._without_work(worker)
             return
         self._work.start(worker)
-        if not worker.running:
+        if not worker.running and not any(worker.held):
             self._without_work(worker)
         elif worker.has_free_process and worker.is_serving:
             self._idle[worker] = None

@@ -123,6 +123,8 @@ class SimulatedWorker:
     """Jobs waiting here, by priority: interactive, batch."""
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
     """Jobs by priority: those waiting or running here, and those whose acks are in transit."""
+    prepared_s: float = 0.0
+    """When its I/O process has prepared all jobs that it holds."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
     """Maximum number of jobs it holds in each priority."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))

@@ -674,6 +674,7 @@ class World:
                 item_s = load.full_item_s(batch_items(model, load))
                 if fleet.places > 1:
                     item_s *= fleet.places / load.kept_when_sharing
+                item_s = max(item_s, (load.host_seconds_per_item or 0.0) * processes_of(members))
                 per_s = share * self._peak_per_s(model.name)
                 requests += per_s
                 erlangs += per_s * load.items_per_request * item_s / processes_of(members)
