@@ -109,6 +109,28 @@ async def test_usage_is_what_was_sent_and_what_the_report_says(world: World) -> 
         assert [model["model"] for model in span["models"]] == [MODEL.name]
 
 
+async def test_rows_of_the_usage_page_agree_with_the_report_for_an_administrator(
+    world: World,
+) -> None:
+    """The console's Usage page sums and plots the rows of `usage_keys`."""
+    await world.store_rows(await _traffic(world))
+    heads, lines = await asyncio.to_thread(run_report, world.settings, "usage", 1)
+    report = [dict(zip(heads, line, strict=True)) for line in lines]
+    for tenant in ("", "acme", "other", "limited"):
+        query = {"tenant": tenant} if tenant else {}
+        page = (await world.get("/v1/reports/usage_keys", "boss", **query)).json()
+        names = [column["name"] for column in page["columns"]]
+        rows = [dict(zip(names, row, strict=True)) for row in page["rows"]]
+        own = [line for line in report if tenant in ("", line["tenant"])]
+        assert {row["tenant"] for row in rows} == {line["tenant"] for line in own}
+        for name in ("requests", "refused", "items", "succeeded", "tokens"):
+            total = sum(row[name] or 0 for row in rows)
+            assert total == sum(line[name] or 0 for line in own), (tenant, name)
+        cost_usd = sum(float(row["cost_usd"] or 0) for row in rows)
+        assert cost_usd == pytest.approx(sum(line["cost_usd"] or 0 for line in own), rel=1e-12)
+    assert sum(line["refused"] for line in report) == 2
+
+
 async def test_openais_client_reads_its_pages(world: World) -> None:
     await world.store_rows(await _traffic(world))
     start_s = int(time.time()) // DAY_S * DAY_S - 2 * DAY_S
