@@ -473,7 +473,7 @@ async def running_worker(
             stores.previews,
             objects,
             completion,
-            in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),
+            in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
             clock=clock,
             withdrawals=withdrawals,
         )
