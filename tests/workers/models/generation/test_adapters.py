@@ -269,6 +269,9 @@ def test_pickled_weights_are_refused(adapted: Adapted, tmp_path: Path) -> None:
         find_adapters(_with_source(adapted.entry("vllm"), folder))
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="the extra `text` is not installed"
+)
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     field = struct.pack("<QsIB", 1, b"k", 0, 1)

