@@ -16,6 +16,10 @@ EMULATORS := emulators/bigquery emulators/pubsub
 TOOLS := tools/load tools/monitoring tools/planning
 MEMBERS := $(EMULATORS) $(TOOLS)
 
+# Skipped unless the extra `text` is installed, which happens after the other slow tests.
+TEXT_TESTS := $(addprefix tests/workers/models/generation/test_,llama_cpp.py adapters.py gguf.py text_check.py) \
+  $(addprefix tests/end_to_end/own_stack/test_,text_adapters.py engine_tenants.py)
+
 # The tests alone start some hundred processes, each of which would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 # Another project's packages may have the names of ours.
@@ -76,6 +80,8 @@ test-slow: $(STAMP) ## the other tests: whole stacks, kills, fuzz, oracles, real
 # Property tests stand in `make test` with few examples; here they get many.
 slow-unit: $(STAMP)
 	$(call timed,pytest of slow tests,$(PYTEST) -n $(SLOW_PYTEST_WORKERS) -m "slow or hypothesis" --hypothesis-profile=many --durations=40)
+	@$(MAKE) --no-print-directory text
+	$(call timed,pytest of text engines,$(PYTEST) -n $(PYTEST_WORKERS) -m slow $(TEXT_TESTS))
 
 check: lint types imports ## the checks that run nothing
 
