@@ -11,6 +11,7 @@ import pytest
 
 from shared.broker.transport import inbox_topic_id
 from shared.messages import Envelope, Item, ItemOutcome, Job, JobBody
+from shared.models.catalog import Model
 from shared.models.entry import Generation, TextAdapter
 from shared.models.tasks.embedding import TextInput
 from shared.money.charge import cost_usd, price_of
@@ -105,7 +106,7 @@ async def test_a_running_text_with_an_adapter_fails_with_the_name_that_its_calle
     redis_url: str, tmp_path: Path, operator: Operator
 ) -> None:
     generation = Generation(adapters={"letters-law": TextAdapter(source="local:law")})
-    model = MODEL.model_copy(update={"generation": generation})
+    model = Model.model_validate(MODEL.model_dump(exclude_unset=True) | {"generation": generation})
     async with running_worker(
         redis_url, tmp_path, model=model, withdrawals=operator.live
     ) as worker:
