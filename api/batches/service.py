@@ -226,7 +226,11 @@ class Batches:
         """
         owner = owner_of(tenant)
         for batch in await self._store.open(owner):
-            created = await self._store.read(owner, batch.id, "created", BatchCreated)
+            try:
+                created = await self._store.read(owner, batch.id, "created", BatchCreated)
+            except DamagedDocument as error:  # the batch can't run
+                log.error("batch not checked", extra={"batch": batch.id, "reason": error.message})
+                continue
             if created is not None and created.input_file_id == file_id:
                 raise BadInput(
                     f"file_id: batch {batch.id} is reading this file; cancel it or wait for it "

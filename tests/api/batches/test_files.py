@@ -17,6 +17,7 @@ from api.batches import files as batch_files
 from api.batches.names import new_file_id
 from api.inputs import storage
 from shared.stores.objects import ObjectStore
+from tests.api.batches.batching import created
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.keys import bearer, key_for, keys_url
 from tests.waiting import until
@@ -95,6 +96,18 @@ async def test_a_damaged_file_is_left_out_of_the_list_and_can_be_deleted(
         (await api.http.delete(f"/v1/files/{file_id}")).raise_for_status()
     assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
     assert (await api.http.delete(f"/v1/files/{made}")).status_code == 404
+
+
+async def test_a_damaged_open_batch_keeps_no_file(api: ApiUnderTest, tmp_path: Path) -> None:
+    client = api.openai()
+    damaged, intact = [await created(client, LINE) for _ in range(2)]
+    (document,) = (tmp_path / "objects").rglob(f"{damaged.id}/created.json")
+    document.write_bytes(document.read_bytes()[:20])
+    deleted = await api.http.delete(f"/v1/files/{damaged.input_file_id}")
+    assert (deleted.status_code, deleted.json()["deleted"]) == (200, True)
+    refused = await api.http.delete(f"/v1/files/{intact.input_file_id}")
+    assert refused.status_code == 400
+    assert intact.id in refused.json()["error"]["message"]
 
 
 async def test_ranges(api: ApiUnderTest) -> None:
