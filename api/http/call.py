@@ -99,8 +99,7 @@ class Call:
 
     def visible_models(self, catalog: Catalog) -> list[Model]:
         """Returns the models that the caller may see."""
-        allowed = self.caller.models
-        return [model for model in catalog.served if allowed is None or model.name in allowed]
+        return [model for model in catalog.served if self.may_see(model.name)]
 
     def visible_model(self, catalog: Catalog, name: str) -> Model:
         """Returns the model with this name if the caller may see it.
@@ -109,9 +108,13 @@ class Call:
             UnknownModel: the model is not served, or not visible to this key.
         """
         model = catalog.find(name)
-        if self.caller.models is not None and model.name not in self.caller.models:
+        if not self.may_see(model.name):
             raise unknown_model(name)
         return model
+
+    def may_see(self, name: str) -> bool:
+        """Returns whether the caller may see the model with this name, which is not an alias."""
+        return self.caller.models is None or name in self.caller.models
 
     @property
     def tenant(self) -> str:

@@ -55,7 +55,9 @@ class ModelItem(msgspec.Struct):
     root: str | msgspec.UnsetType = msgspec.UNSET
     """The same as `parent`."""
     parent: str | msgspec.UnsetType = msgspec.UNSET
-    """The model that is served with a LoRA adapter under this name."""
+    """The model that is served with a LoRA adapter under this name. Omitted if the key may not use
+    it.
+    """
     price: dict[str, float] = {}
     """Current prices in US dollars, keyed by their names in the catalog. Prices of 0 are omitted.
     """
@@ -93,8 +95,9 @@ async def list_models(
     """
     if is_replicates_client(request.headers.get("user-agent", "")):
         return await _for_replicate(request, catalog, started_at_s, cursor)
-    models = authenticate(request).visible_models(catalog)
-    reply = ModelsReply([_item(model, started_at_s) for model in models])
+    call = authenticate(request)
+    models = call.visible_models(catalog)
+    reply = ModelsReply([_item(call, model, started_at_s) for model in models])
     return encode_json(reply, headers=VARIES)
 
 
@@ -114,11 +117,11 @@ async def _for_replicate(
 @router.get("/v1/models/{model}", summary="Get a model", reply=ModelItem)
 async def get_model(call: Call, catalog: Catalog, started_at_s: StartedAt, model: str) -> Response:
     """Returns a model by its name or an alias."""
-    item = _item(call.visible_model(catalog, model), started_at_s)
+    item = _item(call, call.visible_model(catalog, model), started_at_s)
     return Response(msgspec.json.encode(item), media_type="application/json")
 
 
-def _item(model: Model, started_at_s: float) -> ModelItem:
+def _item(call: Call, model: Model, started_at_s: float) -> ModelItem:
     item = ModelItem(model.name, int(started_at_s), model.task, model.aliases)
     if model.definition.has_context:
         item.max_model_len = item.context_length = model.generation.context_tokens
@@ -126,7 +129,7 @@ def _item(model: Model, started_at_s: float) -> ModelItem:
         item.rerank = model.rerank
     if model.api is not None:
         item.api = model.api
-    if isinstance(model, AdaptedModel):
+    if isinstance(model, AdaptedModel) and call.may_see(model.base):
         item.root = item.parent = model.base
     item.price = _prices(model.price.terms_at(time.time()))
     return item

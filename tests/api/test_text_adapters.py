@@ -65,6 +65,23 @@ async def test_the_models_list_names_the_model_of_an_adapter(api: ApiUnderTest) 
     assert [item["model"] for item in status] == [item["id"] for item in listed]
 
 
+async def test_a_key_sees_an_adapters_model_only_if_it_may_use_it(
+    tmp_path: Path, redis_url: str
+) -> None:
+    keys = [
+        stored("one", "tenant", models=("writer-law",)),
+        stored("two", "tenant", models=("writer-law", "writer")),
+    ]
+    settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys_url(tmp_path, keys=keys))
+    async with running_api(settings, catalog=CATALOG) as api:
+        for key, parent in (("one", None), ("two", "writer")):
+            url = "/v1/models"
+            listed = (await api.http.get(url, headers=bearer(key))).json()["data"]
+            item = (await api.http.get(f"{url}/writer-law", headers=bearer(key))).json()
+            assert item in listed
+            assert (item.get("parent"), item.get("root")) == (parent, parent)
+
+
 async def test_an_adapters_results_are_its_own(api: ApiUnderTest) -> None:
     client = api.openai()
     for name in ("writer", "writer-law", "writer-poems") * 2:
