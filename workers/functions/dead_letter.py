@@ -119,7 +119,7 @@ class DeadLetters:
             "messaging.message.id": message.message_id,
             "penstock.request_id": envelope.request_id,
         }
-        topic_id = dead_letter_topic_id(envelope.model)
+        topic_id = dead_letter_topic_id(self._catalog.find_deployed_name(envelope.model))
         with span(f"process {topic_id}", "consumer", facts, parent=envelope.trace):
             if envelope.flow:
                 await self._end_step(envelope, message)

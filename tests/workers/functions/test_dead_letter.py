@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from shared.broker.in_memory import InMemoryBroker
+from shared.broker.transport import ReceivedMessage, dead_letter_topic_id
 from shared.messages import ReplyBody, encode_reply_body
+from shared.models.catalog import Catalog, Model
+from shared.usage.row import Row
+from tests.kept_spans import KeptSpans, new_trace
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.world import World
+from workers.functions.dead_letter import DeadLetters
 
 pytestmark = pytest.mark.anyio
 SECRET = b"what nobody but the model may read"
@@ -146,3 +152,43 @@ async def test_canceled_prediction_stays_canceled(world: World) -> None:
     assert outcome.status == "canceled"
     assert [row["status"] for row in await world.rows(1)] == ["canceled"]
     assert (await world.record()).state == "canceled"
+
+
+class KeptRows:
+    """Keeps rows in a list."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    async def write(self, rows: list[Row]) -> None:
+        self.rows += rows
+
+
+async def test_span_of_an_adapters_job_names_the_topic_of_its_model(
+    world: World, kept: KeptSpans
+) -> None:
+    writer = Model.model_validate(
+        {
+            "name": "writer",
+            "task": "text",
+            "source": "local:nowhere",
+            "engine": "vllm",
+            "batch": {"max_tokens": 4096, "max_items": 8},
+            "generation": {
+                "context_tokens": 512,
+                "default_tokens": 16,
+                "longest_tokens": 64,
+                "adapters": {"writer-law": {"source": "local:law"}},
+            },
+        }
+    )
+    stores, table = world.stores, KeptRows()
+    letters = DeadLetters(
+        stores.records, stores.flow_runs, InMemoryBroker(), table, Catalog((writer,)), "here"
+    )
+    data, attributes = world.job(
+        1, model="writer-law", inbox="", traceparent=new_trace().traceparent
+    )
+    await letters.answer(ReceivedMessage(data, attributes, "1", ""))
+    assert kept.the("dead_letter").name == f"process {dead_letter_topic_id('writer')}"
+    assert [row.model for row in table.rows] == ["writer-law"]
