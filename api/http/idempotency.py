@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from api.dispatch.request import COST_HEADER, DEVICE_HEADER
-from api.errors import EXPECTED_ERRORS, NotNow
+from api.errors import EXPECTED_ERRORS, KeyReused, NotNow
 from api.http.auth import check_model
 from api.http.connection import CONNECTION, while_connected
 from api.http.dependencies import dependencies_of
@@ -131,7 +131,7 @@ async def _compute_response(
         response = await endpoint(request)
     except EXPECTED_ERRORS as error:
         response = await answer_error(request, error)
-        is_of_the_moment = isinstance(error, NotNow)
+        is_of_the_moment = isinstance(error, NotNow | KeyReused)
     context, body = context_of(request), bytes(response.body)
     headers = context.headers | {
         name: value for name, value in response.headers.items() if name != "content-length"

@@ -1,10 +1,10 @@
 """Runs idempotent requests: one computes the response, and others with the same key get a replay.
 
 This works across instances. A request with a key runs in a separate task, because its caller may
-hang up and come back. Temporary responses (a 429 or 5xx, a missed deadline, or an earlier response
-that is still being generated) are not stored, and the key is released. Responses are stored in
-Redis (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py
-calls this service.
+hang up and come back. Temporary responses (a 429 or 5xx, a missed deadline, an earlier response
+that is still being generated, or a key that another request has used) are not stored, and the key
+is released. Responses are stored in Redis (api/idempotency/store.py), and large bodies in the
+object store. api/http/idempotency.py calls this service.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ async def add_to(
 ) -> None:
     """Appends items and, once a prediction has finished, its output.
 
-    Does nothing if that output is already expected.
+    Does nothing if they are already in the conversation.
 
     `model`: the model that generated, or will generate, some of these items. Empty if there is
     none.
@@ -320,7 +320,7 @@ async def add_to(
     ] * bool(prediction)
 
     def change(conversation: Conversation) -> None:
-        if prediction in conversation.pending:
+        if prediction and conversation.has_response(prediction):
             return
         conversation.entries = [*conversation.entries, *new]
         if model and model not in conversation.models:

@@ -21,7 +21,14 @@ from starlette.responses import Response
 
 from api.chat_bodies import ChatBody
 from api.dispatch.request import InferenceRequest
-from api.errors import NotFound, NotNow, PreviousResponseNotFound, describe, to_bad_input
+from api.errors import (
+    KeyReused,
+    NotFound,
+    NotNow,
+    PreviousResponseNotFound,
+    describe,
+    to_bad_input,
+)
 from api.http.call import Call, ModelCall
 from api.http.encode_json import encode_json
 from api.http.fast_route import IS_HEAD, StreamedRoute
@@ -43,7 +50,7 @@ from api.openai.stored import (
     state_of,
 )
 from api.predictions.conversations import Conversations
-from api.predictions.creation import PredictionSnapshot, digest_of
+from api.predictions.creation import PredictionSnapshot, digest_of, ids_of
 from api.predictions.generation_stream import GenerationStreams, StreamPosition
 from api.predictions.service import PredictionNotOver, Predictions
 from api.tasks.base import Inputs
@@ -213,6 +220,10 @@ class WholeRequest(NamedTuple):
     own: list[dict[str, Any]]
     conversation: str
     """ID of the conversation to append to. Empty if there is none."""
+    digest: str = ""
+    """Digest of the request as sent, without the conversation's items, which may have changed when
+    it is repeated. Empty if there is no conversation.
+    """
 
 
 class PrecedingItems:
@@ -220,7 +231,7 @@ class PrecedingItems:
 
     def __init__(
         self,
-        call: Call,
+        call: ModelCall,
         catalog: Catalog,
         recording: Recording,
         predictions: Predictions,
@@ -234,14 +245,19 @@ class PrecedingItems:
     async def complete(self, body: ResponseBody) -> WholeRequest:
         """Returns the request with references resolved and preceding items included.
 
+        If an earlier attempt with the same Idempotency-Key created the response, the items are the
+        ones that it read.
+
         Raises:
             BadInput: the request is not valid with the resolved items. PenstockError: the items
                 can't be read.
         """
-        conversation, before = body.conversation_id, list[dict[str, Any]]()
+        conversation, before, digest = body.conversation_id, list[dict[str, Any]](), ""
         if conversation:
-            new = len(body.items) + len(body.references)
-            before = await self._items_of(conversation, new)
+            digest = digest_of(json.dumps([PATH, _dump_body(body)], sort_keys=True))
+            if (begun := await self._find_begun(body, digest)) is not None:
+                return begun
+            before = await self._items_of(conversation, _count_items(body))
         if body.references:
             known = {item["id"]: item for item in before}
             names = [name for name in body.references if name not in known]
@@ -253,11 +269,34 @@ class PrecedingItems:
         if body.previous_response_id is not None:
             before = await self._items_before(body.previous_response_id)
         try:
-            return WholeRequest(body.behind(before) if before else body, own, conversation)
+            body = body.behind(before) if before else body
+            return WholeRequest(body, own, conversation, digest)
         except ValidationError as error:
             field = "conversation" if conversation else "previous_response_id"
             reason = f"{field}: {describe(error.errors()[0])[1]}"
             raise BadInput(reason, field=field) from error
+
+    async def _find_begun(self, body: ResponseBody, digest: str) -> WholeRequest | None:
+        """Returns the request whose response an earlier attempt with the same key created.
+
+        None if there is none. Responses that are neither streamed nor created in the background are
+        only stored after they are in their conversation.
+        """
+        key = self._call.options.idempotency_key
+        if not key or not (body.stream or body.background):
+            return None
+        response_id = answer_id(RESPONSE_PREFIX, ids_of(self._call.tenant, "", key)[0])
+        try:
+            snapshot = await find_response(
+                self._call, response_id, self._recording, is_resumed=True
+            )
+        except NotFound:
+            return None
+        if snapshot.prediction.digest != digest:
+            raise KeyReused
+        begun = ResponseBody.model_validate(snapshot.prediction.input)
+        before = len(begun.items) - _count_items(body)
+        return WholeRequest(begun, begun.dumped_items[before:], body.conversation_id, digest)
 
     async def _items_of(self, conversation: str, new: int) -> list[dict[str, Any]]:
         """Returns a conversation's items, provided it has room for `new` items and their output.
@@ -298,6 +337,10 @@ class PrecedingItems:
         return [*earlier.dumped_items, *output]
 
 
+def _count_items(body: ResponseBody) -> int:
+    return len(body.items) + len(body.references)
+
+
 def _chat_of(body: ResponseBody) -> ChatBody:
     try:
         return body.to_chat()
@@ -327,7 +370,7 @@ class _NewResponse:
         body = full_request.body
         # Event numbers depend on the maximum number of tokens, so that maximum is stored now.
         fields = _dump_body(body) | {"max_output_tokens": self.inputs[0].max_tokens}
-        new = self._request(fields)
+        new = self._request(fields, full_request.digest)
         if not body.is_kept and not full_request.conversation:
             new = msgspec.structs.replace(
                 new, record=msgspec.structs.replace(new.new_record, keep_s=UNSTORED_KEEP_S)
@@ -354,12 +397,18 @@ class _NewResponse:
         """
         prediction = snapshot.prediction
         try:
-            await self._append(as_stored(self.full_request.own), prediction=prediction.id)
+            await self._append(self._own_items_of(prediction.id), prediction=prediction.id)
         except PenstockError as error:
             may_be_retried = isinstance(error, NotNow | Unavailable)
             if not (may_be_retried and self.call.options.idempotency_key):
                 streams.leave(prediction, 0.0)  # its caller only gets the error
             raise
+
+    def _own_items_of(self, prediction: str) -> list[dict[str, Any]]:
+        """Returns the new items, with the IDs that they have in the response's input."""
+        items = self.full_request.body.dumped_items
+        before = len(items) - len(self.full_request.own)
+        return format_items(items, prediction.rpartition("_")[2])[before:]
 
     async def keep(
         self, outcomes: Sequence[ItemOutcome], predictions: Predictions
@@ -390,10 +439,11 @@ class _NewResponse:
             reply.store = False
         return reply
 
-    def _request(self, raw_input: dict[str, Any]) -> InferenceRequest:
+    def _request(self, raw_input: dict[str, Any], digest: str = "") -> InferenceRequest:
         repeats = is_repeatable(self.full_request.body.to_chat())
         read = Inputs(self.inputs, raw_input, is_list=False, is_repeatable=repeats)
-        digest = digest_of(json.dumps([self.model.name, PATH, raw_input], sort_keys=True))
+        if not digest:
+            digest = digest_of(json.dumps([self.model.name, PATH, raw_input], sort_keys=True))
         return self.recording.request(self.call, self.model, read, digest=digest, endpoint=PATH)
 
     async def _append(self, items: Sequence[dict[str, Any]], *, prediction: str = "") -> None:

@@ -67,6 +67,14 @@ class Conversation(msgspec.Struct, kw_only=True):
         """Predictions whose output is still missing."""
         return [entry.prediction for entry in self.entries if entry.prediction]
 
+    def has_response(self, prediction: str) -> bool:
+        """Returns whether a prediction was appended, even if its output is still missing.
+
+        The IDs of its items contain its digits.
+        """
+        digits = prediction.rpartition("_")[2]
+        return prediction in self.pending or any(digits in item["id"] for item in self.items)
+
 
 def count_parts(items: Iterable[Mapping[str, Any]]) -> int:
     """Returns the number of parts in items: messages, function results, and reasoning."""

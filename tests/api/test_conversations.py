@@ -186,6 +186,83 @@ async def test_a_retry_with_its_key_adds_a_response_that_its_conversation_did_no
     assert len(api.worker.jobs) == 1
 
 
+@pytest.mark.parametrize("options", [{"background": True}, {"stream": True}])
+async def test_a_retry_with_its_key_continues_after_others_added_to_its_conversation(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    client = api.openai()
+    begun = await client.conversations.create(items=[{"role": "user", "content": "a"}])
+    (first,) = (await client.conversations.items.list(begun.id)).data
+    given = [{"type": "item_reference", "id": first.id}, {"role": "user", "content": "say one"}]
+    body, key = asked(given, conversation=begun.id, **options), {"idempotency-key": "once"}
+    with monkeypatch.context() as patch:
+        patch.setattr(conversations, "_ATTEMPTS", 0)
+        answer = await api.http.post("/v1/responses", json=body, headers=key)
+        assert answer.json()["error"]["code"] == "conversation_locked"
+    added = {"items": [{"role": "user", "content": "b"}]}
+    await api.http.post(f"/v1/conversations/{begun.id}/items", json=added)
+    other = asked("say two", conversation=begun.id, **options)
+    refused = await api.http.post("/v1/responses", json=other, headers=key)
+    assert refused.status_code == 422
+    answer = await api.http.post("/v1/responses", json=body, headers=key)
+    assert answer.status_code == 200, answer.text
+    async with asyncio.timeout(WAIT_LIMIT_S):
+        while (texts := await texts_of(client, begun.id))[-1] != "one":
+            pass
+    assert texts == ["a", "b", "a", "say one", "one"]
+    assert len(api.worker.jobs) == 1
+
+
+async def test_a_retry_with_its_key_gets_a_stream_that_is_already_in_its_conversation(
+    api: ApiUnderTest,
+) -> None:
+    client = api.openai()
+    begun = await client.conversations.create(items=[{"role": "user", "content": "a"}])
+    body = asked("say one", conversation=begun.id, stream=True)
+    key = {"idempotency-key": "once"}
+    answers = []
+    for _ in range(3):  # the output is only added when the conversation is read
+        answers.append(await api.http.post("/v1/responses", json=body, headers=key))
+        assert await texts_of(client, begun.id) == ["a", "say one", "one"]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert "response.incomplete" in answers[0].text
+    assert {answer.text for answer in answers} == {answers[0].text}
+    assert len(api.worker.jobs) == 1
+
+
+async def test_a_retry_with_its_key_joins_a_stream_that_its_conversation_waits_for(
+    api: ApiUnderTest,
+) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    client = api.openai()
+    begun = await client.conversations.create()
+    body = asked("say one", conversation=begun.id, stream=True)
+    key = {"idempotency-key": "once"}
+    async with asyncio.timeout(WAIT_LIMIT_S), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(api.http.post("/v1/responses", json=body, headers=key))
+        await api.worker.until_taken(1)
+        second = tasks.create_task(api.http.post("/v1/responses", json=body, headers=key))
+        for _ in range(10):
+            api.worker.written.release()
+    assert "response.incomplete" in first.result().text
+    assert "response.incomplete" in second.result().text
+    assert await texts_of(client, begun.id) == ["say one", "one"]
+
+
+async def test_items_have_the_same_ids_in_a_conversation_and_in_a_responses_input(
+    api: ApiUnderTest,
+) -> None:
+    client = api.openai()
+    begun = await client.conversations.create(items=[{"role": "user", "content": "a"}])
+    body = asked("say one", conversation=begun.id, stream=True)
+    *_, last = [event async for event in await client.responses.create(**body)]
+    response = last.response
+    items = (await client.conversations.items.list(begun.id, order="asc")).data
+    given = (await client.responses.input_items.list(response.id, order="asc")).data
+    assert [item.id for item in items[:2]] == [item.id for item in given]
+    assert items[2].id == response.output[0].id
+
+
 async def test_a_retry_with_its_key_is_refused_if_its_conversation_is_still_too_full(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
