@@ -261,9 +261,7 @@ class ClassProcess:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with contextlib.suppress(PenstockError, OSError):
-                runner, _ = await starting
-                await asyncio.to_thread(_end, runner, "the model is no longer needed")
+            self._do(_end_unneeded(starting))  # a separate task, so a second cancel can't stop it
             raise
         except OSError as error:
             raise ModelFailed(f"{self._folder}: could not be started: {error}") from error
@@ -518,6 +516,12 @@ def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemov
     named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
     weights = [Path(named)] if named and named.startswith("/") else []
     return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])
+
+
+async def _end_unneeded(starting: asyncio.Future[tuple[RunnerProcess, Sources]]) -> None:
+    with contextlib.suppress(PenstockError, OSError):
+        runner, _ = await starting
+        await asyncio.to_thread(_end, runner, "the model is no longer needed")
 
 
 def _end(runner: RunnerProcess, reason: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +343,45 @@ async def test_closing_during_a_setup_can_be_canceled(start: StartClient, tmp_pa
     assert client.pid == 0
     computing.cancel()
     await asyncio.wait([computing])
+
+
+class _Gated(ThreadPoolExecutor):
+    """Holds back each result until `gate` is set. `done` is set once a result is held back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done, self.gate = threading.Event(), threading.Event()
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        def call_gated() -> Any:
+            try:
+                return call(*args, **options)
+            finally:
+                self.done.set()
+                self.gate.wait(WAIT_LIMIT_S)
+
+        return super().submit(call_gated)
+
+
+def _children() -> set[str]:
+    files = Path("/proc/self/task").glob("*/children")
+    return {pid for file in files for pid in file.read_text().split()}
+
+
+async def test_a_start_that_is_canceled_twice_leaves_no_process(tmp_path: Path) -> None:
+    entry = entry_of(write_class(tmp_path, ECHOES))
+    children, tasks, executor = _children(), asyncio.all_tasks(), _Gated()
+    asyncio.get_running_loop().set_default_executor(executor)
+    starting = asyncio.create_task(
+        ClassClient.start(entry, tmp_path, "cpu", 1, WAIT_LIMIT_S, keep_all)
+    )
+    await until(executor.done.is_set)
+    assert _children() - children
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+    executor.gate.set()
+    while others := asyncio.all_tasks() - tasks:
+        await asyncio.wait(others)
+    assert starting.cancelled()
+    assert _children() == children
