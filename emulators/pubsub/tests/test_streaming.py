@@ -1,12 +1,15 @@
 """StreamingPull over a real connection."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import grpc
 import pytest
 
+from pubsub_emulator.protos import StreamingPullRequest
 from pubsub_emulator.server import PubsubServer, serve
+from pubsub_emulator.streaming import streaming_pull
 from tests.wire import TOPIC, Wire, connect, until
 
 pytestmark = pytest.mark.anyio
@@ -115,6 +118,28 @@ async def test_deleting_the_subscription_ends_the_stream_with_not_found(wire: Wi
         grpc.StatusCode.NOT_FOUND,
         "Resource not found (resource=workers).",
     )
+
+
+async def test_a_stream_that_is_ending_can_be_canceled(wire: Wire, server: PubsubServer) -> None:
+    await wire.subscription(SUBSCRIPTION, TOPIC)
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def read() -> AsyncIterator[StreamingPullRequest]:
+        yield StreamingPullRequest(subscription=SUBSCRIPTION, stream_ack_deadline_seconds=10)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await may_end.wait()
+
+    call = asyncio.create_task(streaming_pull(server.broker, read(), None))
+    await asyncio.sleep(0)
+    await wire.delete_subscription(SUBSCRIPTION)
+    await is_ending.wait()
+    call.cancel()
+    may_end.set()
+    await asyncio.wait([call])
+    assert call.cancelled()
 
 
 @pytest.mark.parametrize(

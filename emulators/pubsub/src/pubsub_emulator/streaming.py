@@ -94,8 +94,9 @@ async def streaming_pull(
     finally:
         subscription.leave(stream.consumer)
         reader.cancel()
-        with suppress(asyncio.CancelledError):
-            await reader
+        await asyncio.wait([reader])  # unlike `await reader`, only raises if this call is canceled
+        if not reader.cancelled():
+            reader.result()
 
 
 class _Stream:
