@@ -45,21 +45,15 @@ T = TypeVar("T")
 
 
 class Part:
-    """One process in the pipeline, identified by the port on 127.0.0.1 that it listens on."""
+    """One process in the pipeline, and the port on 127.0.0.1 that it listens on.
 
-    def __init__(self, port: int) -> None:
+    An ordinary user can't find the process by its port, because most of the pipeline's processes
+    deny inspection.
+    """
+
+    def __init__(self, process: Process, port: int) -> None:
         self.port = port
-        listening = [
-            connection
-            for connection in psutil.net_connections("tcp")
-            if connection.status == psutil.CONN_LISTEN
-        ]
-        self.pid = next(
-            connection.pid
-            for connection in listening
-            if connection.pid and getattr(connection.laddr, "port", 0) == port
-        )
-        self._process = psutil.Process(self.pid)
+        self._process = psutil.Process(process.pid)
 
     def cpu_s(self) -> float:
         times = self._process.cpu_times()
@@ -89,11 +83,13 @@ class Parts:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.api = Part(stack.ports.api)
-        self.worker = Part(stack.ports.health[0])
-        self._broker = Part(stack.ports.pubsub)
-        self._redis = Part(stack.ports.redis)
-        self._bigquery = Part(stack.ports.bigquery)
+        processes, ports = stack.processes, stack.ports
+        first_worker = next(iter(stack.workers.values()))
+        self.api = Part(processes["api"], ports.api)
+        self.worker = Part(processes[first_worker], ports.health[0])
+        self._broker = Part(processes["pubsub"], ports.pubsub)
+        self._redis = Part(processes["redis"], ports.redis)
+        self._bigquery = Part(processes["bigquery"], ports.bigquery)
 
     def cpu_s(self) -> dict[str, float]:
         return {
@@ -190,21 +186,9 @@ class Pipeline(Parts):
         port = free_port()
         # The stack already uses its own metrics port.
         variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
-        with another(self.stack, "another-api", "api", port, variables) as part:
-            yield part
-
-
-@contextmanager
-def another(
-    stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
-) -> Iterator[Part]:
-    """Yields one more process for `stack`, once it is ready.
-
-    `variables` overrides the stack's settings.
-    """
-    with create_process(stack, name, module, variables) as process:
-        process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
-        yield Part(port)
+        with create_process(self.stack, "another-api", "api", variables) as process:
+            process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
+            yield Part(process, port)
 
 
 def create_process(stack: Stack, name: str, module: str, variables: Mapping[str, str]) -> Process:

@@ -31,9 +31,20 @@ class Tree:
         return totals
 
     def memory_bytes(self) -> int:
-        """Returns their total resident memory, counting shared pages once (Linux: PSS)."""
+        """Returns their total resident memory, counting shared pages once (Linux: PSS).
+
+        For processes that deny inspection, an ordinary user sees only the resident memory, which
+        includes all shared pages.
+        """
         sizes: list[int] = []
-        self._for_each(lambda process: sizes.append(process.memory_full_info().pss))
+
+        def add(process: psutil.Process) -> None:
+            try:
+                sizes.append(process.memory_full_info().pss)
+            except psutil.AccessDenied:
+                sizes.append(process.memory_info().rss)
+
+        self._for_each(add)
         return sum(sizes)
 
     def freeze(self) -> None:
