@@ -191,7 +191,8 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
     api: ApiUnderTest, files: FileServer
 ) -> None:
     names = {
-        "filename*=a; filename*0=b": "a.txt",
+        # The parser of Python 3.13 reads this one.
+        "filename*=b; filename*0=a.txt": "a.txt",
         "filename*=undefined''b.txt": "a.txt",
         "filename*=idna''xn--%00": "a.txt",
         "filename*=unicode_escape''b%5Cud800.txt": "a.txt",

@@ -208,7 +208,7 @@ async def test_without_bigquery_the_files_are_all(tmp_path: Path) -> None:
         b'{"row_id": "x", "request_id": "r", "item": 0, "model": "m", "received_at": 1e18,'
         b' "status": "s"}',
         b'{"row_id": "x", "request_id": "r", "item": 0, "model": "m", "received_at": 1,'
-        b' "status": "s", "mood": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+        b' "status": "s", "mood": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
 async def test_line_that_is_no_row_is_put_aside(tmp_path: Path, line: bytes) -> None:

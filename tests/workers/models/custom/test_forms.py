@@ -595,6 +595,10 @@ def test_what_is_printed_is_there_while_it_computes(
         (WRITES_FRAME.format("nonsense"), "it sent an invalid response"),
         (WRITES_FRAME.format('{"ready": {}}'), "it sent an invalid response"),
         (WRITES_FRAME.format("[" * 5000), "it sent an invalid response"),
+        (
+            WRITES_FRAME.format(f'{{"blobs": [], "ready": {"[" * 9000 + "]" * 9000}}}'),
+            "it sent an invalid response",
+        ),
         (WRITES_FRAME.format('{"blobs": [], "ready": 5}'), "it sent an invalid response"),
     ],
     ids=lambda text: text.strip()[:40],
