@@ -304,7 +304,7 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
     schema, unused = json.loads(json_schema), _MAX_ELEMENTS
     for part in walk_schemas(schema):
         for keyword in ("minItems", "maxItems"):
-            # In constants and other data, counts may also be negative.
+            # In fields that are not keywords, counts may also be negative.
             if isinstance(count := part.get(keyword), int) and count > 0:
                 if count > unused:
                     del part[keyword]

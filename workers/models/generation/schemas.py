@@ -72,6 +72,12 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _OF_VALUES = ("additionalProperties", "unevaluatedProperties")
 _OF_ELEMENTS = ("items", "additionalItems", "unevaluatedItems", "contains")
 _ANYTHING: dict[str, Any] = {}
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are data."""
+_NAMED = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keywords whose values are schemas by name."""
 _UNEVALUATED = frozenset({"unevaluatedProperties", "unevaluatedItems"})
 
 _WORDS = (
@@ -346,15 +352,40 @@ class _Evaluations:
 
 
 def walk_schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Returns all objects in a schema, including ones that are only data, such as constants."""
+    """Returns all objects in a schema that may be schemas.
+
+    Constants and other data are left out, unless a reference may refer to a part of them.
+    """
+    data = frozenset() if any(map(_may_name_data, _find_references(schema))) else _DATA
+    waiting = [(schema, False)]
+    while waiting:
+        part, is_named = waiting.pop()
+        if isinstance(part, dict):
+            yield part
+            waiting += [
+                (inner, name in _NAMED and not is_named)
+                for name, inner in part.items()
+                if is_named or name not in data
+            ]
+        elif isinstance(part, list):
+            waiting += [(inner, False) for inner in part]
+
+
+def _find_references(schema: Any) -> Iterator[str]:
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            yield part
+            yield from (part[name] for name in _REFERENCES if isinstance(part.get(name), str))
             waiting += part.values()
         elif isinstance(part, list):
             waiting += part
+
+
+def _may_name_data(reference: str) -> bool:
+    """Returns whether a reference may name data, or schemas by name, as if it were a schema."""
+    names = unquote(reference).split("/")
+    return not _DATA.isdisjoint(names) or names[-1] in _NAMED
 
 
 def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]]:

@@ -13,6 +13,7 @@ from shared.models.tasks.text import RESPONSE_FORMAT, GenerationInput
 from tests.workers.models.generation import tiny
 from tests.workers.models.generation.test_schema_work import doubling
 from workers.models.base import PreparedPrompt
+from workers.models.engines.llama_cpp import grammar_of
 from workers.models.generation.model import GenerationModel
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.schemas import read_schema, why_not_matched
@@ -174,6 +175,48 @@ def test_a_call_has_one_space_at_most_between_two_parts(vocabulary: Vocabulary) 
         text = f'{{"a":{between}1}}'
         assert accepts(vocabulary, call, text) == in_call
         assert accepts(vocabulary, answer, text) == in_answer
+
+
+DATA = {"maxItems": 10**6, "minItems": 10**6, "multipleOf": 123457}
+DATA_SCHEMAS: list[dict[str, Any]] = [
+    {"const": DATA},
+    {"enum": [1, [DATA]]},
+    {"type": "array", "items": {"anyOf": [{"const": {"properties": {"a": DATA}}}]}},
+    {
+        "properties": {
+            "a": {"const": DATA},
+            "properties": {"const": DATA},
+            "const": {"enum": [DATA]},
+        }
+    },
+    {"type": "integer", "default": DATA, "examples": [DATA]},
+]
+COUNTS: list[dict[str, Any]] = [
+    {"type": "array", **DATA},
+    {"properties": {"const": {"type": "array", **DATA}, "properties": {"items": DATA}}},
+    {"$defs": {"enum": {"properties": {"default": {"not": {"type": "array", **DATA}}}}}},
+    {"const": {"a": DATA}, "items": {"$ref": "#/const/a"}},
+    {"enum": [DATA], "items": {"$ref": "#/%65num/0"}},
+    {"$defs": {"const": DATA}, "items": {"$ref": "#/$defs"}},
+]
+"""Engines may take these numbers for element counts, even if only a reference makes them that."""
+
+
+@pytest.mark.parametrize("schema", DATA_SCHEMAS, ids=json.dumps)
+def test_counts_in_constants_are_data(vocabulary: Vocabulary, schema: dict[str, Any]) -> None:
+    text = json.dumps(schema)
+    read_schema(text, vocabulary, is_call=False)
+    assert json.loads(grammar_of(text, {}).partition("%json ")[2]) == schema | {"x-guidance": {}}
+
+
+@pytest.mark.parametrize("schema", COUNTS, ids=json.dumps)
+def test_counts_that_may_be_element_counts_are_bounded(
+    vocabulary: Vocabulary, schema: dict[str, Any]
+) -> None:
+    text = json.dumps(schema)
+    with pytest.raises(ValueError, match="multipleOf"):
+        read_schema(text, vocabulary, is_call=False)
+    assert "1000000" not in grammar_of(text, {})
 
 
 @pytest.mark.parametrize(("most", "is_matched"), [(1, True), (2, False)])
