@@ -203,7 +203,7 @@ class ImageDefaults(EntryPart):
     """torch.compile for the denoiser and VAE at the default size. `auto`: on GPUs. `always`: on
     CPUs too.
 
-    With IP-Adapters or `deep_cache`, nothing is compiled.
+    With `deep_cache`, nothing is compiled.
     """
     compiled_rank: int = Field(32, ge=1, le=1024)
     """Maximum rank of adapters in compiled code, which computes all of them at this rank. Batches
@@ -281,8 +281,7 @@ class ImageDefaults(EntryPart):
 
         A compiled graph does not expose its inner features.
         """
-        is_open = bool(self.ip_adapters) or self.deep_cache is not None
-        return "never" if is_open else self.compile
+        return self.compile if self.deep_cache is None else "never"
 
     @property
     def shortcuts(self) -> tuple[object, ...]:
@@ -299,11 +298,6 @@ class ImageDefaults(EntryPart):
 
     @model_validator(mode="after")
     def _can_be_compiled(self) -> Self:
-        open_parts = {
-            "ip_adapters": bool(self.ip_adapters),
-            "deep_cache": self.deep_cache is not None,
-        }
-        for name, is_used in open_parts.items():
-            if is_used and self.compile == "always":
-                raise ValueError(f"compile must be auto or never with {name}, got always")
+        if self.deep_cache is not None and self.compile == "always":
+            raise ValueError("compile must be auto or never with deep_cache, got always")
         return self

@@ -202,14 +202,6 @@ def test_no_model_of_a_task() -> None:
         ),
         (
             "task: image",
-            "task: image\n"
-            "    image: {compile: always,"
-            " ip_adapters: {i: {source: 'hf:a/i', weight_name: i.safetensors}}}",
-            12,
-            "image: Value error, compile must be auto or never with ip_adapters",
-        ),
-        (
-            "task: image",
             "task: image\n    image: {compile: always, deep_cache: {cache_interval: 3}}",
             12,
             "image: Value error, compile must be auto or never with deep_cache",

@@ -110,7 +110,6 @@ def entry_of(**fields: Any) -> dict[str, Any]:
         (entry_of(scale=3), "less than or equal to 2"),
         (entry_of(revision=1.1), "must be quoted"),
         ({"ip_adapters": {"style": {"source": "local:a"}}}, "weight_name"),
-        (entry_of() | {"compile": "always"}, "compile must be auto or never with ip_adapters"),
     ],
     ids=lambda value: str(value)[16:66],
 )
@@ -124,11 +123,11 @@ def with_image(catalog: Catalog, image: dict[str, Any]) -> Model:
     return Model.model_validate(entry | {"image": entry["image"] | image})
 
 
-def test_entry_has_its_sources_and_compiles_nothing(catalog: Catalog) -> None:
+def test_entry_has_its_sources_and_may_be_compiled(catalog: Catalog) -> None:
     model = with_image(
         catalog, entry_of(revision="2") | {"controls": {"style": {"source": "local:b"}}}
     )
-    assert model.image.compile_mode == "never"
+    assert model.image.compile_mode == "auto"
     assert model.sources == {
         model.name: (model.source, model.revision),
         f"{model.name} style": ("local:b", "main"),

@@ -1,16 +1,21 @@
 """IP-Adapters, which add a reference image to the prompt.
 
 Each of the UNet's cross-attention layers also attends to the reference image (Ye et al. 2023,
-https://arxiv.org/abs/2308.06721). The image is encoded once, to a few tokens. Each layer attends to
-these tokens with the adapter's keys and values, and adds `scale` times the result to its result for
-the prompt. One UNet call can mix images with and without an adapter, different adapters, and
-different reference images. Hooks on the layers add to the rows with an adapter. The results for
-other rows stay bit-for-bit the same.
+https://arxiv.org/abs/2308.06721). The image is encoded once, to a few tokens, from which each layer
+has its own keys and values. It attends to them with the queries for the prompt, and adds `scale`
+times the result to its result for the prompt.
+
+One UNet call can mix images with and without an adapter, different adapters, and different
+reference images. Hooks on the layers add to every row. For rows without an adapter, they add zero,
+so the results stay bit-for-bit the same. The rows' keys and values are copied to fixed memory,
+which compiled code and CUDA graphs read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +34,6 @@ from shared.errors import ConfigurationError
 from workers.models.base import PreparedImage
 from workers.models.image.folders_beside import IpAdapterFiles
 from workers.models.image.kept_encodings import KeptEncodings
-from workers.models.image.plan import ImagePlan
 from workers.models.loading import folder_errors
 
 KEPT_BYTES = 64 * 1024 * 1024
@@ -40,12 +44,15 @@ In 16 bits, it holds 5,400 reference images for Stable Diffusion 1.5, or 2,000 f
 _PROJECTION, _LAYERS = "image_proj.", "ip_adapter."
 _KEY, _VALUE = ".to_k_ip.weight", ".to_v_ip.weight"
 
+log = logging.getLogger(__name__)
+
 
 class IpAdapters:
     """A pipeline's IP-Adapters, by their names in the catalog.
 
     Args:
         pipeline: the pipeline they were trained for.
+        compiled_rows: maximum rows per call to the compiled UNet. 0 if it isn't compiled.
 
     Raises:
         ConfigurationError: the files aren't an IP-Adapter for this pipeline.
@@ -56,12 +63,17 @@ class IpAdapters:
         files: Mapping[str, IpAdapterFiles],
         pipeline: Any,
         device: torch.device,
-        plan: ImagePlan,
+        dtype: torch.dtype,
+        compiled_rows: int = 0,
     ) -> None:
-        self._device, self._dtype = device, plan.dtype
-        self._batch: _Batch | None = None
+        self._device, self._dtype = device, dtype
         self._encodings = KeptEncodings(KEPT_BYTES)
         self._adapters: dict[str, _IpAdapter] = {}
+        self._call: _ReferenceRows | None = None
+        """The rows of the current UNet call, if any of them has a reference image."""
+        self._queries: torch.Tensor | None = None
+        """Queries of the layer being computed, [rows, pixels, inner]."""
+        self._numbers = itertools.count(1)
         if not files:
             return
         if getattr(pipeline, "unet", None) is None:
@@ -70,114 +82,179 @@ class IpAdapters:
                 "models",
                 field="image.ip_adapters",
             )
-        loader = _Loader(pipeline.unet, device, plan.dtype)
+        loader = _Loader(pipeline.unet, device, dtype)
         for name, adapter_files in files.items():
             self._adapters[name] = loader.load(f"image.ip_adapters.{name}", adapter_files)
-        for number, layer in enumerate(loader.layers):
+        self._layers = loader.layers
+        self._compiled = self._make_room(compiled_rows)
+        self._eager = self._make_room(0)
+        if compiled_rows:
+            log.info(
+                "room for IP-Adapters in compiled code", extra={"bytes": self._compiled.nbytes}
+            )
+        for number, layer in enumerate(self._layers):
             # Adapters (LoRA) change the queries first, because their hooks run first.
             layer.to_q.register_forward_hook(self._take_queries)
             layer.to_out[0].register_forward_pre_hook(self._adding(number, layer.heads))
+
+    @property
+    def sides_px(self) -> dict[str, int]:
+        """The side of the square that each adapter's image encoder reads."""
+        return {name: adapter.side_px for name, adapter in self._adapters.items()}
 
     def start(self, item: PreparedImage) -> IpAdapterStart | None:
         """Encodes an item's reference image, unless it is cached. None if it has no IP-Adapter."""
         if not item.ip_adapter or not item.ip_adapter_scale:
             return None
         name, seen = item.ip_adapter, item.ip_adapter_pixels
+        adapter = self._adapters[name]
         key = name, hashlib.blake2b(seen, digest_size=16).digest()
         tokens = self._encodings.get(key)
         if tokens is None:
-            adapter = self._adapters[name]
             pixels = _as_clip_takes(seen, adapter.side_px)
             tokens = adapter.tokens(pixels.to(self._device, self._dtype))
             self._encodings.keep(key, tokens)
-        return IpAdapterStart(name, tokens, item.ip_adapter_scale)
+        return IpAdapterStart(
+            next(self._numbers),
+            [linear(tokens, weight) for weight in adapter.keys],
+            [linear(tokens, weight) for weight in adapter.values],
+            item.ip_adapter_scale,
+        )
 
     @contextmanager
-    def apply(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:
-        """Within this context, the UNet computes rows with these reference images.
-
-        Args:
-            starts: one per row, with the index (0 or 1) of the row's token set.
-        """
-        groups: dict[str, list[tuple[int, IpAdapterStart, int]]] = {}
-        for row, chosen in enumerate(starts):
-            if chosen is not None:
-                groups.setdefault(chosen[0].name, []).append((row, *chosen))
-        self._batch = _Batch([self._rows(name, group) for name, group in groups.items()])
+    def apply(self, rows: Sequence[ReferenceRow]) -> Iterator[None]:
+        """Within this context, the UNet computes rows with these reference images."""
+        if len(rows) <= self._compiled.capacity:
+            self._call = self._compiled
+        else:
+            if len(rows) > self._eager.capacity:
+                self._eager = self._make_room(len(rows))
+            self._call = self._eager
+        self._call.place(rows)
         try:
             yield
         finally:
-            self._batch = None
+            self._call = None
 
-    def _rows(self, name: str, group: Sequence[tuple[int, IpAdapterStart, int]]) -> _Rows:
-        return _Rows(
-            self._adapters[name],
-            torch.tensor([at for at, _, _ in group], device=self._device),
-            torch.stack([start.tokens[which] for _, start, which in group]),
-            torch.tensor([start.scale for _, start, _ in group], device=self._device),
-        )
+    def _make_room(self, rows: int) -> _ReferenceRows:
+        tokens = [adapter.token_count for adapter in self._adapters.values()]
+        with torch.inference_mode(False):  # inference tensors can't be moved to host memory
+            return _ReferenceRows(rows, self._layers, tokens, self._device, self._dtype)
 
     def _take_queries(self, layer: Any, inputs: Any, output: torch.Tensor) -> None:
-        if self._batch is not None:
-            self._batch.queries = output
+        if self._call is not None:
+            self._queries = output
 
     def _adding(self, number: int, heads: int) -> Any:
         def add(layer: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
-            if self._batch is None or not self._batch.rows:
+            if self._call is None:
                 return None
-            return (self._batch.add_to(number, heads, inputs[0]), *inputs[1:])
+            assert self._queries is not None, "the layer has no queries; this is a bug"
+            seen = self._call.attend(number, heads, self._queries)
+            self._queries = None  # otherwise, compiled code would return it as an output
+            return (inputs[0] + seen, *inputs[1:])
 
         return add
 
 
 @dataclass(slots=True, eq=False)
 class IpAdapterStart:
-    """The IP-Adapter data that an item's steps need."""
+    """The IP-Adapter data that an item's steps need.
 
-    name: str
-    tokens: torch.Tensor
-    """Tokens for the negative prompt, followed by tokens for the prompt, [2, tokens, width]."""
+    `number` is different for each item. `keys` and `values` have one tensor per layer, [2, tokens,
+    inner]: for the row with the negative prompt, followed by the row with the prompt.
+    """
+
+    number: int
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
     scale: float
 
 
-@dataclass(slots=True, eq=False)
-class _Rows:
-    """The rows of a call that use one IP-Adapter."""
-
-    adapter: _IpAdapter
-    where: torch.Tensor
-    """Row indices in the call, [rows]."""
-    tokens: torch.Tensor
-    """[rows, tokens, width]."""
-    scales: torch.Tensor
-    """[rows], fp32."""
+ReferenceRow = tuple[IpAdapterStart, int] | None
+"""The reference image of a row in a UNet call, with the index (0 or 1) of its keys and values."""
 
 
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """A UNet call."""
+class _ReferenceRows(torch.nn.Module):
+    """Memory for the reference images of the rows in a UNet call.
 
-    rows: Sequence[_Rows]
-    queries: torch.Tensor | None = None
-    """Queries of the layer being computed, [rows, pixels, inner]."""
+    As parameters and buffers, it moves along with the model, and compiled code may rely on its
+    address. It holds up to `capacity` rows, with as many tokens as the adapter with the most.
 
-    def add_to(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
-        """Returns a layer's attention output plus the reference images', [rows, pixels, inner]."""
-        assert self.queries is not None, "the layer has no queries; this is a bug"
-        for row in self.rows:
-            keys = linear(row.tokens, row.adapter.keys[number])
-            values = linear(row.tokens, row.adapter.values[number])
-            seen = scaled_dot_product_attention(
-                _by_head(self.queries.index_select(0, row.where), heads),
-                _by_head(keys, heads),
-                _by_head(values, heads),
+    Args:
+        tokens: each adapter's number of tokens.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        layers: Sequence[Any],
+        tokens: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.capacity = capacity
+        most = max(tokens)
+        shapes = [(capacity, most, layer.inner_dim) for layer in layers]
+        self._keys, self._values = (
+            torch.nn.ParameterList(
+                torch.zeros(shape, device=device, dtype=dtype) for shape in shapes
             )
-            # In fp32, because the product of a Python number and a 16-bit tensor is also computed
-            # that way.
-            scaled = (row.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
-            whole = attended.index_select(0, row.where) + scaled
-            attended = attended.index_copy(0, row.where, whole)
-        return attended
+            for _ in range(2)
+        )
+        self._scales = torch.nn.Buffer(torch.zeros(capacity, 1, 1, device=device))
+        mask = torch.zeros(capacity, 1, 1, most, device=device, dtype=dtype)
+        self._mask = torch.nn.Buffer(mask) if len(set(tokens)) > 1 else None
+        """0, or minus infinity for tokens that an adapter doesn't have."""
+        self._placed: dict[int, tuple[int, int] | None] = {}
+        """Each row's item number and index, from the last call."""
+        self.requires_grad_(False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.parameters())
+
+    def place(self, rows: Sequence[ReferenceRow]) -> None:
+        """Copies the rows' keys and values, unless they are there from an earlier step."""
+        for at, row in enumerate(rows):
+            which = None if row is None else (row[0].number, row[1])
+            if at in self._placed and self._placed[at] == which:
+                continue
+            self._placed.pop(at, None)  # the device may run out of memory while it is copied
+            self._place(at, row)
+            self._placed[at] = which
+
+    def _place(self, at: int, row: ReferenceRow) -> None:
+        room = [tensor[at] for tensor in self.parameters()]
+        torch._foreach_zero_(room)
+        self._scales[at] = 0.0 if row is None else row[0].scale
+        count = len(room[0])
+        if row is not None:
+            start, which = row
+            count = start.keys[0].shape[1]
+            sources = [tensor[which] for tensor in (*start.keys, *start.values)]
+            torch._foreach_copy_([tensor[:count] for tensor in room], sources)
+        if self._mask is not None:
+            self._mask[at, ..., :count] = 0.0
+            self._mask[at, ..., count:] = float("-inf")
+
+    def attend(self, number: int, heads: int, queries: torch.Tensor) -> torch.Tensor:
+        """Returns what a layer sees in the reference images, [rows, pixels, inner].
+
+        Args:
+            queries: [rows, pixels, inner].
+        """
+        rows = len(queries)
+        seen = scaled_dot_product_attention(
+            _by_head(queries, heads),
+            _by_head(self._keys[number][:rows], heads),
+            _by_head(self._values[number][:rows], heads),
+            None if self._mask is None else self._mask[:rows],
+        )
+        # In fp32, because the product of a Python number and a 16-bit tensor is also computed that
+        # way.
+        return (self._scales[:rows] * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
 
 
 def _by_head(tokens: torch.Tensor, heads: int) -> torch.Tensor:
@@ -215,6 +292,8 @@ class _IpAdapter(torch.nn.Module):
         self.keys = torch.nn.ParameterList(keys)
         self.values = torch.nn.ParameterList(values)
         self.side_px = side_px
+        self.token_count = 0
+        """Number of tokens for an image, once known."""
         self.requires_grad_(False)
 
     def tokens(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -259,6 +338,7 @@ class _Loader:
                 pixels = torch.zeros(1, 3, files.side_px, files.side_px)
                 with torch.inference_mode():
                     tokens = adapter.tokens(pixels.to(self._device, self._dtype))
+                adapter.token_count = tokens.shape[1]
                 width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
                 if width != wanted:
                     raise _WrongFileError(f"its tokens have width {width}; expected {wanted}")

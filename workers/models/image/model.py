@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ from workers.models.image.pipeline import (
 )
 from workers.models.image.plan import capability_of, plan_for
 from workers.models.image.prompts import Prompts
-from workers.models.image.resident_adapters import PLACEHOLDER, ResidentAdapters
+from workers.models.image.resident_adapters import MAX_ROWS, PLACEHOLDER, ResidentAdapters
 from workers.models.image.row_batching import CompiledSizes, RowBatching
 from workers.models.image.schedulers import Schedulers
 from workers.models.image.vae import copy_to_host, draw_preview
@@ -215,8 +215,13 @@ class ImageModel:
         image, pipeline = self.entry.image, self._main
         compiled_images = max(self._plan.batch_sizes) if self._plan.is_compiled else 0
         self.adapters = ResidentAdapters(image, pipeline, self._device, compiled_images)
-        files = ip_adapter_files(self.entry)
-        self._ip_adapters = IpAdapters(files, pipeline, self._device, self._plan)
+        self._ip_adapters = IpAdapters(
+            ip_adapter_files(self.entry),
+            pipeline,
+            self._device,
+            self._plan.dtype,
+            MAX_ROWS * compiled_images,
+        )
         self._batching = RowBatching(
             denoiser_of(pipeline),
             self.adapters,
@@ -265,22 +270,27 @@ class ImageModel:
         return True
 
     def _compile_additions(self, sizes: Collection[int], until_s: float) -> None:
-        """Compiles the UNet for images with ControlNets, with adapters, and with both."""
-        image, usual = self.entry.image, self.usual_item()
-        controls = [
-            PreparedControl(name, bytes(3 * image.width * image.height), 1.0, 0.0, 1.0)
-            for name in list(image.controls)[:1]
-        ]
-        variants = [msgspec.structs.replace(usual, controls=controls)] if controls else []
-        if image.has_adapters:
-            adapted = [usual, *variants]
-            variants += [msgspec.structs.replace(item, adapter=PLACEHOLDER) for item in adapted]
+        """Compiles the UNet for each combination of ControlNets, IP-Adapters, and adapters."""
+        items = [self.usual_item()]
+        for addition in self._additions():
+            items += [msgspec.structs.replace(item, **addition) for item in items]
         with self.adapters.placeholder():
             for size in sizes:
-                for item in variants:
+                for item in items[1:]:
                     if self._is_cut_short(until_s, size):
                         return
                     self._warm([item] * size)
+
+    def _additions(self) -> Iterator[dict[str, Any]]:
+        """Yields one set of an item's fields for each kind of addition that requests may use."""
+        image = self.entry.image
+        for name in list(image.controls)[:1]:
+            pixels = bytes(3 * image.width * image.height)
+            yield {"controls": [PreparedControl(name, pixels, 1.0, 0.0, 1.0)]}
+        for name, side_px in list(self._ip_adapters.sides_px.items())[:1]:
+            yield {"ip_adapter": name, "ip_adapter_pixels": bytes(3 * side_px**2)}
+        if image.has_adapters:
+            yield {"adapter": PLACEHOLDER}
 
     def _try_other_tasks(self) -> None:
         """Draws from an image, and within a mask. Omits pipelines that fail."""

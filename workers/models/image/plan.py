@@ -47,7 +47,7 @@ class ImagePlan:
     INT8 for the linear layers in the UNet's transformers. `is_tuned`: channels-last weights and
     fused query-key-value projections. `has_adapters`: True if nothing may be fused, because
     adapters change the parts. `has_controls`: True if the UNet may be called with ControlNets'
-    residuals.
+    residuals. `has_ip_adapters`: True if it may be called with reference images.
     """
 
     dtype: torch.dtype
@@ -57,12 +57,14 @@ class ImagePlan:
     batch_sizes: tuple[int, ...]
     has_adapters: bool = False
     has_controls: bool = False
+    has_ip_adapters: bool = False
 
     @property
     def compiled_shapes(self) -> int:
         """Maximum number of different inputs that warm-up compiles for each part."""
-        # Batches with and without negative prompts, adapters, and residuals.
-        return len(self.batch_sizes) * (2 << (self.has_adapters + self.has_controls))
+        # Batches with and without negative prompts, and each kind of addition.
+        additions = self.has_adapters + self.has_controls + self.has_ip_adapters
+        return len(self.batch_sizes) * (2 << additions)
 
 
 def plan_for(entry: Model, capability: Capability) -> ImagePlan:
@@ -88,6 +90,7 @@ def plan_for(entry: Model, capability: Capability) -> ImagePlan:
         batch_sizes=_batch_sizes(entry),
         has_adapters=entry.image.has_adapters,
         has_controls=bool(entry.image.controls),
+        has_ip_adapters=bool(entry.image.ip_adapters),
     )
 
 
