@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Self, TypeVar
 
-from aiormq import Channel, ChannelPreconditionFailed
+from aiormq import Channel
 
 from shared.broker.rabbitmq.broker_url import broker_url
 from shared.broker.rabbitmq.connection import BROKEN, BrokerConnection, translate
@@ -17,13 +17,12 @@ from shared.broker.rabbitmq.topology import (
     exchange_name,
     exists,
     queue_name,
-    subscription_mark,
     topic_name,
     waiting,
 )
 from shared.broker.rabbitmq.waits import ChannelWaits, close_channel
 from shared.broker.transport import SubscriptionSettings
-from shared.errors import BadInput, ConfigurationError, Unavailable
+from shared.errors import BadInput, Unavailable
 from shared.process.concurrency import backoff
 
 CALLS_IN_FLIGHT = 8
@@ -76,20 +75,13 @@ class RabbitAdmin:
     async def ensure_subscription(
         self, subscription_id: str, settings: SubscriptionSettings
     ) -> bool:
-        """Creates a subscription if it doesn't exist. Returns whether it was created.
-
-        Raises:
-            ConfigurationError: a subscription with this name has a different topic or filter, which
-                can't be changed.
-        """
+        """Creates a subscription if it doesn't exist. Returns whether it was created."""
         queue = queue_name(self._project, subscription_id)
         key = binding_key(settings.topic_id, settings.filter)
         if not await self._exists(exchange=topic_name(self._project, settings.topic_id)):
             raise BadInput(f"create {queue}: topic {settings.topic_id} does not exist")
 
         async def bind(channel: Channel) -> None:
-            if not settings.expires_after_s:  # the mark would outlive a queue that expires
-                await self._mark(channel, subscription_id, key)
             await channel.queue_bind(queue, exchange_name(self._project), key)
 
         if await self._exists(queue=queue):
@@ -103,30 +95,11 @@ class RabbitAdmin:
                     await channel.queue_declare(
                         delay_queue(queue, delay_s), durable=True, arguments=_delay(queue, delay_s)
                     )
-            await channel.exchange_delete(subscription_mark(self._project, subscription_id))
             await channel.queue_declare(queue, durable=True, arguments=self._arguments(settings))
             await bind(channel)
 
         await self._run(declare, f"create {queue}")
         return True
-
-    async def _mark(self, channel: Channel, subscription_id: str, key: str) -> None:
-        """Records a subscription's routing key, unless one is already recorded.
-
-        Raises:
-            ConfigurationError: a different key is recorded.
-        """
-        mark = subscription_mark(self._project, subscription_id)
-        arguments = {"alternate-exchange": f"{self._project}.{key}"}
-        try:
-            await channel.exchange_declare(
-                mark, exchange_type="direct", durable=True, arguments=arguments
-            )
-        except ChannelPreconditionFailed as error:
-            raise ConfigurationError(
-                f"{queue_name(self._project, subscription_id)} already exists with a different "
-                f"topic or filter, not {key!r}"
-            ) from error
 
     async def delete_topic(self, topic_id: str) -> bool:
         """Deletes a topic. Returns whether it existed. Its subscriptions remain."""
@@ -141,12 +114,7 @@ class RabbitAdmin:
         queue = queue_name(self._project, subscription_id)
         if not await self._exists(queue=queue):
             return False
-
-        async def delete(channel: Channel) -> None:
-            await channel.queue_delete(queue)
-            await channel.exchange_delete(subscription_mark(self._project, subscription_id))
-
-        await self._run(delete, f"delete {queue}")
+        await self._run(lambda channel: channel.queue_delete(queue), f"delete {queue}")
         return True
 
     async def subscription_exists(self, subscription_id: str) -> bool:

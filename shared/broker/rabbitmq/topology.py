@@ -42,15 +42,6 @@ def queue_name(project: str, subscription_id: str) -> str:
     return f"{project}.{subscription_id}"
 
 
-def subscription_mark(project: str, subscription_id: str) -> str:
-    """Returns the exchange that records a subscription's routing key as its alternate exchange.
-
-    AMQP can't list a queue's bindings, but the broker refuses to declare an exchange again with a
-    different alternate exchange. Messages do not go through it.
-    """
-    return f"{project}.subscription.{subscription_id}"
-
-
 def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
     """Returns a message's routing keys. The first is the topic's own key."""
     keys = [topic_id]
