@@ -28,7 +28,8 @@ class Predictor(BasePredictor):
     def predict(self, side: int) -> dict:
         return {"version": numpy.__version__, "sum": float(numpy.eye(side).sum())}
 """
-VERSIONS = {"older": "1.26.4", "newer": "2.3.5"}
+VERSIONS = {"older": "2.1.3", "newer": "2.3.5"}
+"""Versions with wheels for Python 3.11 to 3.13."""
 NEIGHBOR = """
 class Predictor(BasePredictor):
     def predict(self, number: int) -> int:
