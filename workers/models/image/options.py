@@ -27,6 +27,10 @@ _USUAL_STEPS = 20
 
 _GUIDED_WITHOUT_A_PROMPT = 1.0
 """The default `true_cfg_scale` of pipelines that ignore negative prompts."""
+_EVEN_LATENTS = frozenset({"QwenImage21Pipeline"})
+"""Pipelines that round sides down to an even number of latents, although a token has only one
+(diffusers 0.42.1).
+"""
 
 
 class OptionCheck:
@@ -174,12 +178,15 @@ def _patch(pipeline: Any) -> int | None:
 
 def _multiple_px(pipeline: Any) -> int:
     """Returns the number that sides must be a multiple of: the pixels of one latent or token."""
+    if (movq := getattr(pipeline, "movq", None)) is not None:
+        # Kandinsky's pipelines round sides up to as many latents as a latent has pixels.
+        return int(4 ** (len(movq.config.block_out_channels) - 1))
     scale: int = getattr(pipeline, "vae_scale_factor", 1)
-    if (patch := _patch(pipeline)) is None:
-        return scale
+    if type(pipeline).__name__ in _EVEN_LATENTS:
+        return 2 * scale
     processor = getattr(pipeline, "image_processor", None)
     packed = scale if processor is None else processor.config.get("vae_scale_factor", scale)
-    return math.lcm(scale * patch, packed)
+    return math.lcm(scale * (_patch(pipeline) or 1), packed)
 
 
 def _largest_px(pipeline: Any) -> int | None:
@@ -187,4 +194,8 @@ def _largest_px(pipeline: Any) -> int | None:
     if (patch := _patch(pipeline)) is None:
         return None
     places = pipeline.transformer.config.get("pos_embed_max_size")
-    return None if places is None else int(places * patch * pipeline.vae_scale_factor)
+    if places is None:
+        return None
+    if isinstance(pipeline.transformer, diffusers.AuraFlowTransformer2DModel):
+        places = math.isqrt(places)  # it counts the places in a square, not on a side
+    return int(places * patch * pipeline.vae_scale_factor)
