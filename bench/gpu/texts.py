@@ -39,7 +39,8 @@ from workers.models.base import PreparedText
 from workers.models.embedding.bert_weights import read_bert_folder
 from workers.models.embedding.model import EmbeddingModel
 from workers.models.embedding.model_folder import read_sentence_folder
-from workers.models.embedding.packed_bert import PackedBert, attend_packed, pack_texts
+from workers.models.embedding.packed_bert import PackedBert
+from workers.models.embedding.packed_encoder import attend_packed, pack_texts
 from workers.models.source import resolve
 from workers.runtime.protocol import IN_FLIGHT
 from workers.tasks import model_for

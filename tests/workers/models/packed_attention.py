@@ -11,9 +11,10 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     borders: torch.Tensor,
-    key_borders: torch.Tensor,
     longest: int,
-    longest_key: int,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
     """Computes each text's attention separately.
 
@@ -21,13 +22,26 @@ def attend(
     """
     lengths = borders.diff().tolist()
     assert borders.dtype == torch.int32
-    assert torch.equal(borders, key_borders)
-    assert longest == longest_key == max(lengths)
+    assert longest == max(lengths)
     assert sum(lengths) == len(query)
+    assert query.dtype == key.dtype == value.dtype
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     texts = zip(*(torch.split(heads, lengths) for heads in (query, key, value)), strict=True)
     parts = (
-        scaled_dot_product_attention(*(heads.transpose(0, 1) for heads in text)).transpose(0, 1)
+        scaled_dot_product_attention(
+            *(heads.transpose(0, 1) for heads in text),
+            attn_mask=_mask(len(text[0]), window),
+            scale=scale,
+        ).transpose(0, 1)
         for text in texts
     )
     return torch.cat(list(parts))
+
+
+def _mask(length: int, window: tuple[int, int]) -> torch.Tensor | None:
+    """True where a token (row) attends to another one (column). None if it attends to all."""
+    if window == (-1, -1):
+        return None
+    before, after = window
+    ahead = torch.arange(length) - torch.arange(length)[:, None]
+    return (ahead >= -before) & (ahead <= after)

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.workers.models.packed_attention import attend
 from workers.models.embedding.bert_weights import BertWeights, LoadedBert
 from workers.models.embedding.encoder_torch import find_bert
-from workers.models.embedding.packed_bert import PackedBert, pack_texts
+from workers.models.embedding.packed_bert import PackedBert
+from workers.models.embedding.packed_encoder import pack_texts
 
 pytestmark = pytest.mark.slow(about_s=15)
 
@@ -178,7 +179,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs or {})
 
 
-def nothing_but_values(query: torch.Tensor, key: torch.Tensor, value: Any, *_: Any) -> Any:
+def nothing_but_values(
+    query: torch.Tensor, key: torch.Tensor, value: Any, *_: Any, **__: Any
+) -> Any:
     return torch.ops.aten.mul.Tensor(query, value)
 
 

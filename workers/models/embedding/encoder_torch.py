@@ -14,8 +14,9 @@ whether a model supports this (see `runs_unpadded`).
 Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
 
-On a GPU, 16-bit BERT and related models process packed texts (see packed_bert.py). Other models
-process padded batches.
+On a GPU, 16-bit encoders process packed texts: BERT and related models operator by operator (see
+packed_bert.py), and others through transformers (see packed_model.py). Models that support neither,
+and fp32, process padded batches.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from workers.models.embedding.bert_weights import (
 )
 from workers.models.embedding.model import pad_texts
 from workers.models.embedding.model_folder import SentenceFolder
+from workers.models.embedding.trial import Trial
 from workers.models.loading import folder_errors
 
 if TYPE_CHECKING:
-    from workers.models.embedding.packed_bert import PackedBert
+    from workers.models.embedding.packed_encoder import PackedEncoder
 
 ATTENTION = "penstock_text_by_text"
 """The name of our attention in transformers' registry."""
@@ -62,13 +64,6 @@ _PRODUCTS_FROM_TOKENS = 128
 
 With MiniLM's heads, which are 32 wide, 230 tokens take 1.2 ms per layer instead of 1.6 ms.
 """
-_TRIED_LENGTHS = (3, 11, 6)
-_TRIED_APART = 0.02
-"""Twice the difference that bf16 rounding causes between batches.
-
-A model that mixes up texts produces far larger differences.
-"""
-
 _STEP_TOKENS = 16
 """In bf16, the number of rows is padded to a multiple of this.
 
@@ -81,32 +76,6 @@ _ANY_COUNT_TOKENS = 64
 
 With seven extra rows, a single nine-token text took 4.2 ms instead of 3.4 ms.
 """
-
-
-class Trial:
-    """Three short texts, and the states that `model` computes for them with padding.
-
-    `ids` has all texts in one row, and `lengths` has their token counts. `first_positions` are the
-    candidates for the first token's position.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.lengths = _TRIED_LENGTHS
-        # Positions start at 0 in BERT, and at the padding token's ID plus 1 in RoBERTa.
-        self.first_positions = (0, 1 + (model.config.pad_token_id or 0))
-        # IDs below 5 are special tokens.
-        self.ids = 5 + torch.arange(sum(self.lengths)) % max(1, model.config.vocab_size - 5)
-        padded = torch.nn.utils.rnn.pad_sequence(
-            list(torch.split(self.ids, list(self.lengths))), batch_first=True
-        )
-        mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        self._expected = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
-
-    def is_right(self, states: torch.Tensor) -> bool:
-        """Returns whether these states, float32 [tokens, width], match the padded ones."""
-        return torch.allclose(
-            states, self._expected, rtol=0, atol=_TRIED_APART * float(self._expected.abs().max())
-        )
 
 
 def runs_unpadded(model: Any) -> int | None:
@@ -382,7 +351,7 @@ class TorchEncoder:
         self._requested_device = device
         self._precision = precision
         self._bert: BertEncoder | None = None
-        self._packed: PackedBert | None = None
+        self._packed: PackedEncoder | None = None
         self._first_position: int | None = None
 
     def open(self) -> int:
@@ -408,7 +377,6 @@ class TorchEncoder:
             if bert is not None and self._take(bert, in_bf16=in_bf16):
                 return bert.width * len(self._settings.pooling)
         self._keep_model(model, in_bf16=in_bf16)
-        self.pads = self._first_position is None
         return int(model.config.hidden_size) * len(self._settings.pooling)
 
     def _take(self, bert: LoadedBert, *, in_bf16: bool) -> bool:
@@ -439,8 +407,28 @@ class TorchEncoder:
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
-        # On a GPU, a padded batch needs few kernels, but separate texts need many.
-        self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
+        if self._device.type == "cpu":
+            self._first_position = runs_unpadded(self._model)
+            self.pads = self._first_position is None
+        elif self._precision != "fp32":
+            self._pack_model()
+
+    def _pack_model(self) -> None:
+        """Sets up packed texts for transformers' modules, if the GPU and the model support them."""
+        from workers.models.embedding.packed_encoder import has_packed_attention
+        from workers.models.embedding.packed_model import pack_model
+
+        if not has_packed_attention(self._device):
+            return
+        with memory_errors():
+            self._packed = pack_model(
+                self._model,
+                self._settings.pooling,
+                normalize=self._settings.normalize,
+                device=self._device,
+            )
+        self.overlaps = self._packed is not None
+        self.pads = self._packed is None
 
     def _check_precision(self) -> None:
         if self._precision not in DTYPES:
