@@ -368,9 +368,8 @@ async def test_what_is_no_such_file_is_refused(api: ApiUnderTest, files: FileSer
 async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileServer) -> None:
     settings = settings_for(tmp_path, redis_url=redis_url, fetch_limit_s=0.5, **files.settings)
     async with running_api(settings) as api:
-        began_s = time.monotonic()
-        assert "did not finish within 0.5 s" in await refusal(api, f"{files.url}/slow")
-        assert time.monotonic() - began_s < WAIT_LIMIT_S / 2
+        async with asyncio.timeout(WAIT_LIMIT_S):  # the body never ends
+            assert "did not finish within 0.5 s" in await refusal(api, f"{files.url}/slow")
 
 
 async def test_file_that_was_fetched_under_other_rules_is_checked_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from bench import __main__ as command
 from bench import report
+from bench.bad_neighbor import cpu_load
 from bench.bad_neighbor.bad import BadReport
 from bench.bad_neighbor.comparison import Beside, outcome_of, percentile, shown
 from bench.bad_neighbor.cpu_load import (
@@ -141,9 +143,29 @@ def test_load_is_what_each_process_took_beside_the_bad_tenant_and_not_without_it
     assert cores_of(load) == pytest.approx(0.55)
 
 
-def test_burning_takes_its_part_of_a_core_and_no_more() -> None:
-    took_s = burn(CpuBurst(cores=0.2, burst_s=0.002), 0.5)
-    assert 0.0 < took_s <= 0.2, "a fifth of half a second, by chance at most twice as much"
+class FakeTime:
+    """One thread's clocks, on a machine that is otherwise idle."""
+
+    def __init__(self) -> None:
+        self.now_s = self.cpu_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        """Takes half a millisecond of CPU time."""
+        self.now_s, self.cpu_s = self.now_s + 0.0005, self.cpu_s + 0.0005
+        return self.cpu_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_burning_takes_its_part_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_load, "time", FakeTime())
+    monkeypatch.setattr(cpu_load, "random", random.Random(1))
+    took_s = burn(CpuBurst(cores=0.2, burst_s=0.05), 1000.0)
+    assert took_s == pytest.approx(200.0, rel=0.1)
 
 
 @pytest.mark.anyio

@@ -14,7 +14,8 @@ from api.inputs.storage import owner_of
 from infra.local.process import free_port
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 from shared.models.blob import INLINE_LIMIT_BYTES, Blob
-from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key, store_if_large
+from shared.stores.objects import ObjectStore, object_key, store_if_large
+from tests.limits import TEST_LIMIT_S, WAIT_LIMIT_S
 
 pytestmark = pytest.mark.anyio
 
@@ -162,17 +163,34 @@ async def test_missing_bucket_is_no_fault_of_the_caller(monkeypatch: pytest.Monk
             thread.join()
 
 
-async def test_store_that_hangs_holds_up_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 1.5)
-    errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that hang outlast the test."""
+    monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 2 * TEST_LIMIT_S)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_store_that_hangs_holds_up_nobody_else(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "hangs")  # opening it blocks until a writer opens it
     objects = ObjectStore(f"file://{tmp_path}")
     asked = [asyncio.create_task(objects.get("hangs", max_bytes=5)) for _ in range(50)]
     for _ in range(10):
         assert await asyncio.to_thread(lambda: "done") == "done"
-    assert not any(one.done() for one in asked), "nothing else waited for these"
+    assert not any(call.done() for call in asked), "nothing else waited for these"
+    for call in asked:
+        call.cancel()
+    await asyncio.to_thread(_let_go, [tmp_path / "hangs"])
+    await asyncio.wait(asked)
+
+
+async def test_calls_of_a_store_that_hangs_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 0.1)
+    errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
+    os.mkfifo(tmp_path / "hangs")  # opening it blocks until a writer opens it
+    objects = ObjectStore(f"file://{tmp_path}")
+    asked = [objects.get("hangs", max_bytes=5) for _ in range(50)]
     found = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(one) for one in found} == {Unavailable}
     assert (
@@ -183,6 +201,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
         pass  # releases the threads
 
 
+@pytest.mark.usefixtures("patient")
 async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path: Path) -> None:
     (tmp_path / "files/kept/busy").mkdir(parents=True)
     os.mkfifo(tmp_path / "files/kept/busy/slow")  # opening it blocks until a writer opens it
@@ -206,6 +225,7 @@ async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path:
     assert await objects.get("files/kept/quiet/file", max_bytes=1) == b"x"
 
 
+@pytest.mark.usefixtures("patient")
 async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) -> None:
     """An upload writes a file, a reservation and a list entry, in three folders."""
     folders = ("batches/files", "files/kept", "files/of", "files/reserved")
@@ -221,7 +241,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
     try:
         # A reservation and two list calls at once, as when an upload starts.
         keys = [f"{folder}/{quiet}/{place}" for place, folder in enumerate(folders)]
-        async with asyncio.timeout(TIMEOUT_S / 2):
+        async with asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(*(objects.put(key, b"x", "image/png") for key in keys))
         assert not any(one.done() for one in asked)
     finally:
