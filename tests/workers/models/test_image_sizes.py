@@ -25,7 +25,7 @@ DIFFERS = {
         *("lumina", "lumina2", "cogview3", "cogview4", "kandinsky-3"),
     ),
     "draws as many pixels as `max_area`, no matter what size": ("flux-kontext",),
-    "draws images of about the same size only": ("hidream",),
+    "draws about as many pixels as by default, no matter what size": ("hidream",),
     "has no place for more": ("aura-flow",),
 }
 """Families whose tiny pipelines can't show the multiple, by reason."""
