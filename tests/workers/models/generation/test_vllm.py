@@ -128,7 +128,7 @@ def compute_here(folder: Path, *items: PreparedPrompt) -> list[Any]:
 def read_environments(pid: int) -> bytes:
     """The environment variables of a process and everything it has started.
 
-    Only root can read those of processes that deny inspection.
+    Leaves out processes that deny inspection, unless root runs the tests.
     """
     found = b""
     for below in list_tree(pid):
