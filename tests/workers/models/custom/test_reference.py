@@ -579,8 +579,6 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "The class's process can't see": (
             "test_forms.py::test_the_class_sees_no_key_and_no_process_of_ours",
             "test_confinement.py::test_a_user_without_rights_is_confined_as_well",
-            "api/test_hostile_classes.py::test_what_a_class_left_behind_ends_with_it",
-            "test_apart.py::test_a_process_ends_with_its_worker",
         ),
         "It writes only under its scratch folder": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
@@ -598,6 +596,10 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_confinement.py::test_a_class_below_tmp_has_what_its_links_lead_to",
             "test_view.py::test_a_class_is_at_src_where_cog_has_it",
             "test_scratch.py::test_what_a_killed_process_left_is_removed_by_the_next",
+        ),
+        "Any processes that it starts": (
+            "api/test_hostile_classes.py::test_what_a_class_left_behind_ends_with_it",
+            "test_apart.py::test_a_process_ends_with_its_worker",
         ),
         "It can't connect to the TCP ports": (
             "test_services.py::test_ports_are_those_of_the_settings",
