@@ -186,9 +186,21 @@ class Pipeline(Parts):
         port = free_port()
         # The stack already uses its own metrics port.
         variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
-        with create_process(self.stack, "another-api", "api", variables) as process:
-            process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
-            yield Part(process, port)
+        with another(self.stack, "another-api", "api", port, variables) as part:
+            yield part
+
+
+@contextmanager
+def another(
+    stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
+) -> Iterator[Part]:
+    """Yields one more process for `stack`, once it is ready.
+
+    `variables` overrides the stack's settings.
+    """
+    with create_process(stack, name, module, variables) as process:
+        process.wait_ready(partial(answers, port, "/readyz"), READY_LIMIT_S)
+        yield Part(process, port)
 
 
 def create_process(stack: Stack, name: str, module: str, variables: Mapping[str, str]) -> Process:

@@ -26,14 +26,12 @@ def attend(
     assert sum(lengths) == len(query)
     assert query.dtype == key.dtype == value.dtype
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    texts = zip(*(torch.split(heads, lengths) for heads in (query, key, value)), strict=True)
+    splits = (torch.split(heads.transpose(0, 1), lengths, 1) for heads in (query, key, value))
     parts = (
         scaled_dot_product_attention(
-            *(heads.transpose(0, 1) for heads in text),
-            attn_mask=_mask(len(text[0]), window),
-            scale=scale,
+            queries, keys, values, attn_mask=_mask(queries.shape[1], window), scale=scale
         ).transpose(0, 1)
-        for text in texts
+        for queries, keys, values in zip(*splits, strict=True)
     )
     return torch.cat(list(parts))
 
